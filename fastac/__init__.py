@@ -11,6 +11,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+# Type checkers and editors see the public names here. At run time, `__getattr__` finds them.
 if TYPE_CHECKING:
     from fastac.checkpointing import checkpoint, patch_checkpoint
     from fastac.compiled.blocks import Compilation, compile_attention
@@ -70,11 +71,14 @@ def _load() -> None:
     """Register the rows of the catalogue and import every public name."""
     from fastac.engine import releases
 
+    # This comes before the other imports: with a torch that is too old, one of them would fail without saying so.
     releases.need(releases.ENGINE, "Install a newer torch.")
     importlib.import_module("fastac.backends")
     for room in _ROOMS:
         module = importlib.import_module(f"fastac.{room}")
         globals().update({name: vars(module)[name] for name in __all__ if name in vars(module)})
+    # Both calls come last: ops get formulas by the rows, and dynamo is told about the modules, that are loaded by now.
+    # The copy of sys.modules is for other threads, which may import meanwhile.
     from fastac.engine import flops, torch_private
 
     flops.register_formulas()
@@ -82,10 +86,12 @@ def _load() -> None:
 
 
 def __dir__() -> list[str]:
+    # Completion offers names that are not loaded yet.
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
+    # Python and its tools also ask for names that are not public, such as __path__. These do not import torch.
     if name not in __all__:
         raise AttributeError(f"module 'fastac' has no attribute {name!r}")
     _load()

@@ -51,8 +51,10 @@ class Policy:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.linear, list):  # JSON, in which plans are stored, has no tuples
+        # JSON, in which plans are stored, has no tuples.
+        if isinstance(self.linear, list):
             object.__setattr__(self, "linear", tuple(self.linear))
+        # The name is a shorthand. It is stored in full, so that two spellings of one policy are equal.
         if self.name == "long_attn_only":
             object.__setattr__(self, "name", "attn_only")
             object.__setattr__(self, "min_kv", self.min_kv or LONG_MIN_KV)
@@ -61,6 +63,7 @@ class Policy:
                 f"Policy({self.name!r}): unknown policy.{did_you_mean(str(self.name), NAMED)} There are "
                 f'{_quoted(NAMED)} and Policy("attn_only", min_kv=..., linear=(...)).'
             )
+        # isinstance would accept True, which is an int in Python.
         if type(self.min_kv) is not int or self.min_kv < 0:
             raise FastacError(f"Policy(min_kv={self.min_kv!r}): expected a number of keys, 0 or more")
         if self.collectives not in ("save", "recompute"):
@@ -110,6 +113,7 @@ class Policy:
 
     def saves_linear(self, name: str) -> bool:
         """Whether the output of a Linear module is saved. name: in the block."""
+        # fnmatch.fnmatch ignores case on Windows, and names of modules do not.
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.linear)
 
     def as_code(self) -> str:
@@ -174,6 +178,7 @@ def resolve(policy: str | Policy) -> Policy:
         policy = NAMED[policy]
     elif not isinstance(policy, Policy):
         raise FastacError(
+            # A model that was passed by mistake would fill the screen: only its class is named.
             f"policy: expected a name or a fastac.Policy, or in enable, verify and compile a mapping of block names to "
             f"these, got {type(policy).__name__}"
         )
@@ -187,6 +192,7 @@ def patterns_of(names: Iterable[str]) -> list[str]:
 
 def of_first(names: Sequence[str], count: int, policy: str | Policy) -> dict[str, str | Policy]:
     """A mapping for `enable`: a policy for the first `count` blocks, "none" for the rest. Raises FastacError."""
+    # A wrong policy is an error here, where it was written, and not when the mapping is used.
     resolve(policy)
     if not isinstance(count, int) or not 0 <= count <= len(names):
         raise FastacError(f"the first {count!r} blocks: there are {len(names)}. Name the blocks if you mean more.")
@@ -206,6 +212,7 @@ def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any
     policies = BlockPolicies()
     if not all(isinstance(pattern, str) for pattern in mapping):
         raise FastacError(f'policy mapping: expected patterns of block names, as "blocks.0": got {list(mapping)[:6]!r}')
+    # A last "*" often means the rest, if there is any: it may have no effect.
     unused = set(mapping) - {"*"}
     for name, block in blocks.items():
         first = next((pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)), None)
@@ -217,6 +224,7 @@ def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any
     if unused:
         unmatched = [pattern for pattern in sorted(unused) if not fnmatch.filter(blocks, pattern)]
         meant = ""
+        # A pattern that ends in a number meant a block. Any other one is offered patterns.
         if unmatched:
             meant = did_you_mean(unmatched[0], blocks if unmatched[0][-1:].isdigit() else patterns_of(blocks))
         raise FastacError(

@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose)
+        # Only the module of the called command is imported: `fastac --help` needs neither torch nor diffusers.
         if name in arguments[:1]:
             module = importlib.import_module(f"fastac.cli.{name}")
             module.add_arguments(command)
@@ -45,10 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         code = int(options.run(options))
+        # Without this flush, a closed pipe would raise when Python ends, outside of this `try`.
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader has closed the pipe: `fastac plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
+    except BrokenPipeError:
+        # The reader has closed the pipe, as in `fastac plan ... | head`. What is still buffered goes to the null device
+        # when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except FastacError as error:
         print(f"fastac: {error}", file=sys.stderr)

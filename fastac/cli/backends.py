@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or the JSON."""
-    with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may print
+    # Plugins are imported for this, and may print: that must not get into the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
         content = _content()
     if options.json:
         print(json.dumps(content, indent=2))
@@ -53,6 +54,7 @@ def _leave_out_absent(content: dict[str, Any]) -> int:
 
     def is_present(backend: dict[str, Any]) -> bool:
         can_run = not backend["missing"] and backend["verdict"] != "unknown"
+        # The name of a diffusers backend contains that of the library that it calls.
         return backend["can_be_saved"] or (can_run and any(name in backend["name"] for name in names))
 
     present = {"libraries": libraries, "diffusers_backends": list(filter(is_present, content["diffusers_backends"]))}
@@ -72,7 +74,8 @@ def _tables(content: dict[str, Any]) -> list[Table]:
         if library["ops"]:
             ops.add_row("\n".join((library["name"], *(f"  {op}" for op in library["ops"]))))
     diffusers = _table("attention backends of diffusers", "backend", "on this machine, what it is, or why not")
-    backends: dict[str, list[str]] = {}  # description -> the names of the backends that it describes
+    # Many backends have the same description: they share a row, with a line for each name.
+    backends: dict[str, list[str]] = {}
     for backend in sorted(content["diffusers_backends"], key=lambda row: (not row["can_be_saved"], row["name"])):
         here = "can be saved" if backend["can_be_saved"] else f"refused, {_words(backend['verdict'])}"
         why = "; ".join(filter(None, (backend["what"], backend["missing"])))
@@ -100,6 +103,7 @@ def _words(verdict: str) -> str:
 
 def _content() -> dict[str, Any]:
     """The content of the tables, as in the JSON. Plugins are imported, libraries are not."""
+    # If another package has taken an op, this raises here as it would at `enable`.
     interception.install()
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp)]
     return {
@@ -108,6 +112,7 @@ def _content() -> dict[str, Any]:
             dataclasses.asdict(library)
             | {
                 "distribution": library.distribution or "torch",
+                # The metadata says this without an import: a CUDA library may be installed and not importable here.
                 "installed": version(library.distribution or "torch"),
                 "ops": sorted(op.qualified_name for op in ops if getattr(op.row, "backend", "") == library.backend),
             }
@@ -140,6 +145,7 @@ def _backends_of_diffusers() -> dict[str, DiffusersBackend]:
 
 def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str, Any]:
     made_visible = {function.backend for function in plugin.functions}
+    # An op that fastac made of a plugin's Function has a row of fastac, not one of the plugin's rows.
     plugin_ops = [
         op for op in ops if op.row in plugin.rows or (op.is_opaque and getattr(op.row, "backend", "") in made_visible)
     ]

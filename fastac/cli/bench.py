@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None and value < 1:
             raise FastacError(f"bench --{name} {value}: 1 or more was expected")
     budget = None if options.budget is None else parse_bytes(options.budget)
+    # Everything that can be checked now is checked before the measurements, which take minutes.
     if options.json is not None and not options.json.parent.is_dir():
         raise FastacError(f"bench --json {options.json}: there is no folder {options.json.parent}")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -57,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     # pytorch/pytorch#161749 is about removing that check.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with telling() as tell, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of the models
+        # Warnings of the models would stand between the lines of progress.
+        warnings.simplefilter("ignore")
         configuration, video = sizes_of(options)
         too_large = does_not_fit(configuration, video, options, budget, tell)
         tell(f"building {options.model}")
@@ -90,19 +92,25 @@ def does_not_fit(
     """
     is_cpu, training = options.device == "cpu", Training(optimizer="sgd", device=options.device)
     available = host_memory.available() if is_cpu else torch.cuda.mem_get_info()[0]
+    # A plan takes time. It is not needed if even a rough upper bound fits.
     if available is None or _rough_bytes(configuration, video) < available:
         return {}
-    usable = available * 9 // 10  # the last tenth is for what a plan does not count
+    # The last tenth is for what a plan does not count.
+    usable = available * 9 // 10
     try:
         plan = plan_video(configuration, video, training, budget=budget, tell=tell)
-    except FastacError as error:  # some models cannot be simulated
+    except FastacError as error:
+        # Some models cannot be simulated. They are measured without a plan.
         tell(f"not planned, and may run out of memory: {error}")
         return {}
     tell(f"planned: {plan.policies[1].flops / 1e12:,.4g} TFLOPs in a step under full checkpointing")
     peaks = {row.policy: row.peak_bytes for row in plan.policies if options.offload or not row.host_bytes}
+    # Without --budget, `planned` saves as many bytes as attn_only.
     peaks |= {"planned": peaks["attn_only"] if budget is None else plan.policies[-1].peak_bytes}
+    # No plan has a row for torch SAC. It saves attention as well, so the same bytes are assumed.
     peaks["torch SAC, by name"] = peaks["attn_only"]
-    if is_cpu:  # offload does not free memory there, and the gradients of the reference stay beside those of the step
+    if is_cpu:
+        # There, offload does not free memory, and the gradients of the reference stay beside those of the step.
         peaks = {name: peaks[name.removesuffix(", offload")] + plan.gradients for name in peaks}
     here = f"of {readable_bytes(available)} available, {readable_bytes(usable)} may be used"
     if (least := min(peaks.values())) > usable:
@@ -119,6 +127,7 @@ def does_not_fit(
 
 def _rough_bytes(configuration: Configuration, video: Video) -> int:
     """An upper bound of what a step without checkpointing holds, quickly: 4 times as much, for Wan 2.1 1.3B."""
+    # A model on meta has sizes and no memory: the real model may be what does not fit.
     with torch.device("meta"):
         model = configurations.build(configuration, video.dtype)
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -129,12 +138,15 @@ def _rough_bytes(configuration: Configuration, video: Video) -> int:
 
 def _what_fits(configuration: Configuration, video: Video, training: Training, available: int, tell: Tell) -> str:
     """Options under which full checkpointing fits: fewer blocks, or if a single block is too much, fewer frames."""
+    # `--layers` shortens every list that is longer, so halving begins at the longest list.
     layers = max(value for name in BLOCK_COUNTS if isinstance(value := configuration.config.get(name), int))
     step = video.compression.frames * configuration.patch[0]
     while layers > 1 or video.frames > step:
         if layers > 1:
             layers //= 2
         else:
+            # Models take frames in groups, and some a single frame before them. Whole groups are halved, the rest
+            # stays.
             video = dataclasses.replace(
                 video, frames=(video.frames - 1) // step // 2 * step + (video.frames - 1) % step + 1
             )

@@ -90,6 +90,7 @@ def _processor() -> str:
 # Bytes
 
 
+# In the profile, a range of this name marks the moment between forward and backward.
 _MARK = "fastac: held bytes are read here"
 
 
@@ -109,6 +110,7 @@ def allocated_bytes(
 
     then: is called with the result afterwards, and may release it; the peak covers both.
     """
+    # Garbage of earlier steps that is freed during the run would count as negative bytes.
     gc.collect()
     if torch.device(device).type == "cpu":
         return _allocated_on_cpu(run, then)
@@ -123,6 +125,7 @@ def allocated_bytes(
 
 
 def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | None) -> Allocated:
+    # torch keeps no statistics of CPU memory. The profiler lists every allocation and release.
     with profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = run()
         with torch.profiler.record_function(_MARK):
@@ -134,6 +137,7 @@ def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | No
         if event.name() == _MARK:
             held = now
         elif event.name() == "[memory]":
+            # The number of a release is negative.
             now += event.nbytes()
             peak = max(peak, now)
     del result
@@ -179,9 +183,11 @@ def take_turns(
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     problems: dict[str, str] = {}
+    # The order does not depend on the steps, which draw from generators themselves.
     order = random.Random(0)
     gc.collect()
-    gc.freeze()  # later collections skip the objects that are alive now
+    # Later collections skip the objects that are alive now, and are quick.
+    gc.freeze()
     gc.disable()
     try:
         for _ in range(rounds):
@@ -189,6 +195,7 @@ def take_turns(
                 gc.collect()
                 try:
                     switch(name)
+                    # Collection is off while the clock runs, so what the switch dropped is collected before.
                     gc.collect()
                     start = clock()
                     step()
@@ -207,6 +214,7 @@ def relative(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float
     if to not in seconds:
         return {}
     return {
+        # The ratio is taken within a round: if the machine was slow in that round, it was slow for both.
         name: statistics.median(a / b for a, b in zip(series, seconds[to], strict=True))
         for name, series in seconds.items()
     }
@@ -259,6 +267,7 @@ def build(configuration: Configuration, video: Video, device: str | torch.device
         inputs = configuration.inputs(video)
         with torch.device(device):
             model = published.build(configuration, video.dtype)
+        # Gradients behind weights that are zero are zero, and comparing them would show nothing.
         published.fill_zeros(model)
     return model, tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs)
 
@@ -308,12 +317,14 @@ class Ways:
         The next steps are ordinary ones: none of them compares the values of recompute with those of the forward.
         """
         self.off()
-        gc.collect()  # after a step that ran out of memory
+        # After a step that ran out of memory, tensors may be in reference cycles, which only this frees.
+        gc.collect()
         self.variants[name](self)
         self.workload.step()
         self.workload.release()
         for block in self.blocks():
-            state_of(block).step = 2**20 + 1  # values are compared in the steps 0, 1, 2, 4, 8, ...
+            # Values are compared in the steps 0, 1, 2, 4, 8, ...: this number is far from the next power of two.
+            state_of(block).step = 2**20 + 1
 
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks, if the way that is switched on uses `fastac.enable`."""
@@ -322,6 +333,7 @@ class Ways:
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""
+        # This comes first: it restores the switch of the model itself, which is switched off next.
         hook.disable(self.workload.model)
         self.workload.model.disable_gradient_checkpointing()
         self.workload.release()
@@ -331,6 +343,7 @@ def _enabling(policy: str | Policy) -> Callable[[Ways], object]:
     return lambda ways: hook.enable(ways.workload.model, policy)
 
 
+# The order counts: the first way that runs is the reference of all others.
 VARIANTS: dict[str, Callable[[Ways], object]] = {
     "none": lambda ways: None,
     "full": lambda ways: ways.workload.model.enable_gradient_checkpointing(),
@@ -379,6 +392,7 @@ class Measurement:
     """The largest difference, relative to the norm of the result."""
 
 
+# Every step seeds torch's generator, which is the caller's as well.
 @generators_preserved()
 def measure(
     ways: Ways,
@@ -416,6 +430,7 @@ def measure(
     ratios = relative(seconds, "full")
     for name, times in seconds.items():
         rows[name] = replace(rows[name], seconds=tuple(times), relative=ratios.get(name))
+    # A way that ran in its warm-up may fail in a later round. Its row then has no figures.
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
     ways.off()
     return list(rows.values())
@@ -435,6 +450,7 @@ def bench(
     budget and offload are those of `Ways`, left_out is that of measure. The model is left without checkpointing.
     Raises FastacError if no way could be run.
     """
+    # The first way may be refused, or run out of memory, so the reference is not known before one runs.
     references: list[_Reference] = []
 
     def compare(name: str) -> Mapping[str, Any]:
@@ -489,8 +505,9 @@ class _Reference:
         with deterministic_kernels() if self.is_deterministic else contextlib.nullcontext():
             step = self._step(is_counted=True)
             distances = self.runs.add(name, step.tensors)
+            # Noise that is rare may not have hit the reference: a result is wrong only if it is wrong in every run.
             for _ in range(MOST_EQUAL):
-                if self.runs.broken(name):  # noise that is rare may not have hit the reference
+                if self.runs.broken(name):
                     distances = self.runs.add(name, self._tensors())
         return {
             "attention": sum(step.executions),
@@ -557,12 +574,14 @@ def table_of(
     """A table with a row for each way: its figures, or its problem. more: heading -> text, for the last columns."""
     problems = [f"{row.variant}: {row.problem}" for row in rows if ": " in row.problem]
     unit = unit_of(row.peak_bytes for row in rows)
+    # The slowest way decides for all rows, so that their times have one unit.
     is_short = max((statistics.median(row.seconds) for row in rows if row.seconds), default=0) < 1
     times = f"{'milliseconds' if is_short else 'seconds'}\n(from - to)"
     figures = ("step /\nfull", times, f"held\n{unit}", f"peak\n{unit}", "kernels")
     table = table_of_figures(title, [*captions, *problems], ("policy", *figures, *more), texts=(times, *more))
     for row in rows:
         if row.problem:
+            # The cell shows the kind of problem. What went wrong in detail stands below the table.
             table.add_row(row.variant, *[""] * len(figures), row.problem.partition(": ")[0])
             continue
         table.add_row(

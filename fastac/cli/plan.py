@@ -64,12 +64,14 @@ def add_video(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError if that is not possible."""
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
+    # This comes first: a simulation may take minutes, and a plot that cannot be written would waste them.
     if options.plot is not None:
         check_plot(options.plot)
     configuration = configurations.load_configuration(options.model)
     with telling() as tell, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of the models about a missing device
-        # It logs the traceback of an error that we report ourselves.
+        # The models warn about a missing device.
+        warnings.simplefilter("ignore")
+        # torch logs a traceback for an error that fastac reports itself, in one line.
         logging.getLogger("torch._subclasses.fake_tensor").disabled = True
         plan = plan_video(
             configuration,
@@ -117,8 +119,11 @@ def code_of(row: PolicyPlan, options: argparse.Namespace) -> list[str]:
         return [f"fastac.enable(transformer, {ROWS[row.policy].as_code()})"]
     name, is_offloaded = row.policy.removesuffix(", offload"), row.policy.endswith(", offload")
     if name.startswith(WITHIN):
+        # With --memory, `plan_video` chose the budget, and only the row's name has it.
         size = json.dumps(options.budget or name.removeprefix(WITHIN).replace(" ", ""))
-        if options.context_parallel > 1:  # `fastac.plan` does not know of it, so no code: --json has the policies
+        if options.context_parallel > 1:
+            # `fastac.plan` does not know about context parallelism, so there is no code to show: --json has the
+            # policies.
             return []
         return [
             "plan = fastac.plan(transformer, inputs)",
@@ -134,7 +139,8 @@ def telling() -> Iterator[Tell]:
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
-    with console(stderr=True).status("", refresh_per_second=2) as status:  # its thread is timed, too
+    # rich redraws this line in a thread of its own, which takes time from the steps that are measured: draw seldom.
+    with console(stderr=True).status("", refresh_per_second=2) as status:
         yield status.update
 
 
@@ -160,13 +166,15 @@ def plot(plan: Plan, path: str | Path) -> None:
     """
     from matplotlib.figure import Figure
 
+    # pyplot may look for a window system, and keeps every figure alive.
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     saved, relative = zip(*((size / GIB, relative) for size, relative in plan.frontier), strict=True)
     axes.plot(saved, relative, color="tab:blue", linewidth=1.5, label="plan.within(...)", zorder=1)
     for row in plan.policies:
         if row.policy not in FIXED and not row.policy.startswith(WITHIN):
-            continue  # it holds more bytes than it saves, or its saved outputs wait in host memory
+            # It holds more bytes than it saves, or its saved outputs wait in host memory: it has no place on this axis.
+            continue
         if row.policy == "none":
             label = f"no checkpointing (holds {readable_bytes(row.held_bytes)})"
             axes.axhline(row.relative, color="gray", linestyle="--", linewidth=1, label=label)

@@ -163,6 +163,7 @@ def number_of_keys(row: AttentionOp | OpaqueFunction, max_kv: Any, key: torch.Te
     """
     # Reading a tensor would wait for the device. Some libraries pass -1 where nothing is packed.
     if max_kv is not None and not isinstance(max_kv, torch.Tensor):
+        # A SymInt has __index__, too. It is not converted: that would fix the number in a trace with dynamic shapes.
         if not hasattr(max_kv, "__index__"):
             raise FastacError(
                 f"{name}: its row says that {row.max_kv!r} is the number of keys, and it was called with {max_kv!r}. "
@@ -218,9 +219,12 @@ class BoundOp:
         arguments = torch_private.arguments_of(op)
         self._positions = {argument.name: i for i, argument in enumerate(arguments)}
         self._defaults = {argument.name: argument.default for argument in arguments}
+        # Rows of other kinds have no key, and the arguments of an op that does not train are not checked.
         self._key = self._positions.get(self._attention.key, 0)
         self.written = [argument.name for argument in arguments if argument.written]
         self.differentiates = self.is_higher_order or torch_private.handles(self.qualified_name, "Autograd")
+        # An op that does not train may write, too, as SageAttention's ops do. It is refused when it is called, with
+        # `note`, which is the better reason. Outputs of the two kinds are never saved.
         if self.trains and row.kind not in ("decomposition", "other"):
             self._check_schema({argument.name: argument.type for argument in arguments})
 
@@ -241,6 +245,7 @@ class BoundOp:
         others = [self._attention.coarse, *self._attention.selection]
         check_named(self._attention, self._positions, where, others)
         for role, name in [("keys", self._attention.key), *(("blocks", other) for other in filter(None, others))]:
+            # A higher-order op has no schema, and so no types.
             if types[name] not in ("", "Tensor", "Optional[Tensor]"):
                 raise FastacError(
                     f"{where}: its row says that {name!r} holds the {role}, and its type is {types[name]}. Name the "
@@ -294,7 +299,8 @@ class BoundOp:
 
     def check_differentiates(self) -> None:
         """Raise FastacError when the op has no autograd kernel, so that autograd differentiates its inner ops."""
-        self.differentiates = torch_private.handles(self.qualified_name, "Autograd")  # it may be registered late
+        # It is asked again, since an autograd kernel may be registered after the row.
+        self.differentiates = torch_private.handles(self.qualified_name, "Autograd")
         if not self.differentiates:
             raise FastacError(
                 f"{self.name} cannot be saved: it has no autograd kernel, and an input requires grad. A saved call "
@@ -364,11 +370,13 @@ def register(*new_rows: Row, replace: bool = False) -> None:
                         f"register: there is another row for {row.namespace}::{row.name}, with "
                         f"{_differences(others[0], row)}. To replace it: fastac.register(..., replace=True)."
                     )
+                # A notebook's cell that is run again registers an equal row: it keeps its place.
                 if row not in others:
                     state.rows[:] = [*(other for other in state.rows if other not in others), row]
             state.reset()
             present_ops(strictly=new_rows)
         except BaseException:
+            # Ctrl-C must not leave half of the rows, either.
             state.rows[:] = rows_before
             state.reset()
             raise
@@ -380,6 +388,7 @@ def check_row(row: Row | OpaqueFunction, call: str = "register") -> None:
     for field in dataclasses.fields(row):
         value, declared = getattr(row, field.name), str(field.type)
         # A string in the place of a tuple would be taken for its letters.
+        # Annotations are strings in this module: the first letter of one tells its type.
         expected: type = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
         if not isinstance(value, expected) and (value is not None or declared != "str | None"):
             raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}")
@@ -434,6 +443,7 @@ def _row_of(op: Op) -> Row | None:
         return None
     arguments = torch_private.arguments_of(op)
     names = ["", *(argument.name for argument in arguments)]
+    # For a month, flash-attn 2 and 3 had ops of the same namespace and name. An argument tells them apart.
     rows_of_op = [row for row in named if getattr(row, "with_argument", "") in names]
     if len(rows_of_op) > 1:
         raise FastacError(
@@ -467,10 +477,12 @@ def is_other(namespace: str, name: str) -> bool:
 
 def others(qualified_names: Iterable[str]) -> list[BoundOp]:
     """The ops among some names that are not an attention, as a row says."""
+    # Rows of this kind are rare. Without one, no name has to be looked up.
     if not any(row.kind == "other" for row in state.rows):
         return []
     classified = []
     for name in qualified_names:
+        # An op whose row does not fit raises when a region calls it, not here.
         with contextlib.suppress(FastacError):
             classified.append(classify(find_op(name)))
     return [bound for bound in classified if bound is not None and bound.kind == "other"]
@@ -492,6 +504,7 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
 
     An op that cannot be saved is left out and logged. It raises FastacError if its row is among `strictly`.
     """
+    # The dispatcher lists some thousand ops. A set of names rules out nearly all of them before a pattern is tried.
     names = {row.name for row in state.rows}
     present = []
     for qualified in [*torch_private.op_names(), *(f"higher_order::{name}" for name in names)]:
@@ -508,6 +521,7 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
                 continue
             if any(row.names(namespace, name) for row in strictly):
                 raise
+            # Ops are looked for again whenever a library was loaded: log an error once.
             if str(error) not in state.reported:
                 state.reported.add(str(error))
                 logger.error("%s (left out: a region that calls the op raises)", error)

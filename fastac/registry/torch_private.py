@@ -94,6 +94,7 @@ def arguments_of(op: Op) -> list[Argument]:
 
 def always_written(op: Op) -> list[str]:
     """The arguments that an op writes in every call."""
+    # An optional argument may be None, as `out` of flash-attn 3 may be. BoundOp.check_call looks at each call instead.
     return [argument.name for argument in arguments_of(op) if argument.written and not argument.optional]
 
 
@@ -123,6 +124,7 @@ def handles(qualified_name: str, feature: str) -> bool:
 
     Without such a kernel, autograd (autocast) is on inside the op's kernels.
     """
+    # torch has a key Autograd for all devices, and no such key for autocast.
     names = [feature] if feature == "Autograd" else []
     for key in [*names, *(feature + device for device in DEVICES)]:
         if has_kernel(qualified_name, key):
