@@ -55,10 +55,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "fp32, 128 tokens": Case(torch.float32, (1, 4, 2, 16, 16), {"attn_only": 0.80, "fastac full": 0.82}),
-    "bf16, 128 tokens": Case(torch.bfloat16, (1, 4, 2, 16, 16), {"attn_only": 0.86, "fastac full": 0.88}),
-    "fp32, 512 tokens": Case(torch.float32, (1, 4, 2, 32, 32), {"attn_only": 0.83, "fastac full": 0.88}),
-    "bf16, 512 tokens": Case(torch.bfloat16, (1, 4, 2, 32, 32), {"attn_only": 0.92, "fastac full": 0.96}),
+    "fp32, 128 tokens": Case(torch.float32, (1, 4, 2, 16, 16), {"attn_only": 0.84, "fastac full": 0.82}),
+    "bf16, 128 tokens": Case(torch.bfloat16, (1, 4, 2, 16, 16), {"attn_only": 0.88, "fastac full": 0.88}),
+    "fp32, 512 tokens": Case(torch.float32, (1, 4, 2, 32, 32), {"attn_only": 0.84, "fastac full": 0.88}),
+    "bf16, 512 tokens": Case(torch.bfloat16, (1, 4, 2, 32, 32), {"attn_only": 0.90, "fastac full": 0.96}),
 }
 
 LAYERS = 8
