@@ -135,6 +135,7 @@ def run(
     options: preserve_rng_state, determinism_check and early_stop; these, debug and hooks are as in `checkpoint`.
     """
     if policy.checkpoints and _is_eager(args, kwargs, debug):
+        # They are read before the region opens: inside it, its own hooks are the innermost ones.
         user_hooks = torch_private.saved_tensors_hooks() if hooks else None
         return _RegionCall(function, args, kwargs, policy).run(user_hooks, **options)
     return _run_without_region(function, args, kwargs, policy, options, debug)
@@ -142,6 +143,7 @@ def run(
 
 def _is_eager(args: Any, kwargs: Any, debug: bool) -> bool:
     """Whether eager code makes the call, with gradients on: no trace, no tensors without data, no debugging."""
+    # Not torch.compiler.is_compiling(), which is of the process: another thread may compile while this one trains.
     return (
         not torch.compiler.is_dynamo_compiling()
         and torch.is_grad_enabled()
@@ -155,6 +157,7 @@ def _is_eager(args: Any, kwargs: Any, debug: bool) -> bool:
 def _run_without_region(function: Any, args: Any, kwargs: Any, policy: Policy, options: Any, debug: bool) -> Any:
     """Call a function in a trace, without gradients, or for debugging: torch's own checkpoint, or none."""
     if not policy.checkpoints:
+        # Inside a region of fastac that saves, a call under "none" is a part of that region.
         if not torch.compiler.is_compiling() and process.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
                 f'policy "none": {describe(function)} should not be checkpointed, but it runs inside another '
@@ -162,12 +165,15 @@ def _run_without_region(function: Any, args: Any, kwargs: Any, policy: Policy, o
             )
         return function(*args, **kwargs)
     if torch_private.in_export():
-        return function(*args, **kwargs)  # exported programs recompute nothing
+        # Exported programs recompute nothing, and marks of a checkpoint would stay in them (torch 2.13).
+        return function(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         return tracing.run_under_torch(function, args, kwargs, policy, options)
+    # make_fx recomputes nothing that it traced. The region is marked, for the passes of fastac.graph.
     if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
     debug = torch_private.in_debug_mode(debug)
+    # AOT and plans run on tensors without data, which a region cannot compare. torch's checkpoint asks the same policy.
     has_no_data = torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values())))
     if has_no_data or debug or DISABLED:
         return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
@@ -223,6 +229,7 @@ class _RegionCall:
         if not policy.saves_nothing:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.is_watched(self.kind)
+            # A kind may be seen first in a step that compares nothing, when a block takes a branch for the first time.
             compares_values = compares_values or (is_observed and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks)
             if is_observed:
@@ -244,6 +251,7 @@ class _RegionCall:
             compares_values=compares_values,
             stash=stash,
             buffers=buffers.begin(modules, compares_values),
+            # Some functions of torch take another path under any mode. Recompute gets one if the forward had one.
             mode=PassThrough if mode is None and torch_private.in_dispatch_mode() else mode,
         )
         if tape is None:
@@ -258,9 +266,11 @@ class _RegionCall:
 
     def _kind(self) -> Kind:
         """The kind of the region that begins."""
+        # A library that was imported since the last region has brought ops, which are not intercepted yet.
         if interception.loaded_modules() != process.modules:
             prepare()
         function, policy, state = self.function, self.policy, self.state
+        # One closure may run blocks of several classes, and each class makes calls of its own.
         held = modules_in(function) if self.block is None else []
         if held:
             self.observed_state = state_of(held[0])
@@ -270,6 +280,7 @@ class _RegionCall:
             return state.kind
         kind = kinds.kind_of(function, key)
         if kind.first is None:
+            # An op that is defined in a script or a notebook loads no module. So ops are looked for here as well.
             prepare()
         if policy.linear:
             self._attach_linear()
@@ -314,10 +325,12 @@ class _RegionCall:
         first = self.kind.first
         assert first is not None
         result = first
+        # The graph is searched only if something was compiled since, because that takes time.
         # A plain function can run a different layer, and so a different compiled graph, in each call.
         compilations = graphs.time()
         if compilations != self.state.compilations_seen if self.block is not None else compilations > 0:
             graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
+        # A backend that is set after the first region decomposes attention in later ones. The tape sees that by itself.
         if tape.decomposed:
             problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
             raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.attention_calls))
@@ -335,6 +348,7 @@ class _RegionCall:
         """Note what the region did, for reports and for the next region. compilations: so many were seen so far."""
         for collector in process.collectors:
             collector.append(result)
+        # Functions that are not blocks share a state by their code, so none of them has a latest region.
         if self.block is not None:
             state = self.state
             state.compilations_seen, state.communication, state.latest = compilations, tape.communication, result
@@ -387,6 +401,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
             )
         self.policy = resolve(policy)
         self._is_on = True
+        # If every checkpoint was captured before, no region opens, and nothing else would intercept the ops.
         prepare()
 
         @functools.wraps(torch_checkpoint)
@@ -401,6 +416,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
             return checkpoint(function, *args, policy=self.policy, **kwargs)
 
         self._patched: Callable[..., Any] = patched
+        # Code that took torch's function before this call keeps it. The listener turns its attention into an error.
         self._listener = functools.partial(diagnosis.ran_past_patch, self.policy)
         process.listeners.append(self._listener)
         replaced = _replace(torch_checkpoint, patched)
@@ -412,12 +428,14 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
     def __exit__(self, *exception: object) -> None:
         self._is_on = False
         process.listeners.remove(self._listener)
+        # All modules are searched again: those that were imported meanwhile have the patched function as well.
         _replace(self._patched, torch_checkpoint)
 
 
 def _replace(old: object, new: object) -> list[str]:
     """Replace a function in every module that has it. Returns its names."""
     replaced = []
+    # Other threads may import meanwhile, and sys.modules may hold any object.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fastac":  # fastac calls torch's own function
             continue

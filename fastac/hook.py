@@ -195,6 +195,7 @@ def enable(
         # A UNet checkpoints parts of the blocks in its lists, and a plan for it names these parts.
         named |= {name: module for name, module in model.named_modules() if name in policy}
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
+    # The check below asks which ops this process has.
     prepare()
     check_backends(model, named, selected)
     enabled = Enabled(model, selected, determinism_check, named, ForwardHost if by_forward else FunctionHost, blocks)
@@ -212,6 +213,7 @@ def enable(
         raise
     offloading = sum(bool(enabled.policy_of(block).offload) for block in named.values())
     for name, block in named.items():
+        # The object stays, because regions whose backward is still to come hold it.
         vars(state_of(block)).update(vars(BlockState(f"{class_name(model)}.{name}", offloading)))
         kinds.forget_kinds(block)  # the next regions of its class are first ones, and are observed
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
@@ -292,6 +294,7 @@ def disable(model: torch.nn.Module) -> None:
     Raises:
         FastacError: the argument is not a module, or a block's forward was wrapped since.
     """
+    # A part of the model may be what was enabled.
     for module in check_module(model, "disable").modules():
         if (enabled := enabled_on(module)) is not None:
             enabled.detach()

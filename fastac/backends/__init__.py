@@ -30,7 +30,9 @@ LIBRARIES = (
 )
 """The libraries in `fastac backends` and docs/backends.md, in their order."""
 
+# flash_attn_4 is not among them: its kernels are no ops, so it has Functions and no rows.
 _attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
 ROWS = tuple(row for file in (*_attention, selection, collectives) for row in file.ROWS)
 registry.register(*ROWS)
+# This imports no library: a Function becomes visible once its module is loaded.
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)

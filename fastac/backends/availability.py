@@ -20,14 +20,18 @@ def check_backends(
     model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], policy: Policy | BlockPolicies
 ) -> None:
     """Raise UnsupportedBackendError if an attention module uses a backend that the policy cannot save."""
+    # A policy that saves nothing runs attention again, so it takes any kernel that trains.
     saves = not saves_nothing(policy)
     for use in backend_uses(model):
         if isinstance(policy, BlockPolicies):
             # An attention module outside all blocks is never recomputed, whatever the policies say.
             around = [block for name, block in blocks.items() if is_inside(use.module, name)]
+            # Policies belong to the block itself, which may be inside torch.compile's OptimizedModule by now.
             saves = bool(around) and not policy[getattr(around[0], "_orig_mod", around[0])].saves_nothing
+        # Such a backend is refused under "full" as well: recompute gives no backward to a kernel that has none.
         if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
             raise _refusal(model, policy, use, f"is {use.verdict.value.replace('_', ' ')}: {use.reason}")
+        # The table says what a backend can do. Whether its op is loaded and has a kernel depends on this process.
         if saves and (missing := unavailable(use.family, use.op)) is not None:
             raise _refusal(model, policy, use, f"cannot be saved here: {missing}")
 
@@ -63,6 +67,7 @@ def ignored_backends(model: torch.nn.Module, blocks: Iterable[str]) -> list[str]
     counts: dict[tuple[str, str], int] = {}
     names = tuple(blocks)
     for use in backend_uses(model):
+        # Nothing is lost if the setting that is ignored is "native": the module calls the same function by itself.
         if use.ignores not in ("", use.backend) and any(is_inside(use.module, name) for name in names):
             counts[use.ignores, use.processor] = counts.get((use.ignores, use.processor), 0) + 1
     return [

@@ -19,10 +19,12 @@ _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "broad
 ROWS = (
     *(Row(namespace="_c10d_functional", name=name, kind="exchange") for name in _EXCHANGES),
     *(Row(namespace="_c10d_functional", name=name, kind="gather") for name in _GATHERS),
+    # Its result is an alias of its input, so saving it would save nothing more.
     Row(namespace="_c10d_functional", name="wait_tensor", kind="wait"),
     # Differentiable variants. Their kernels call the ops above without the dispatcher.
     Row(namespace="_c10d_functional_autograd", name="all_to_all_single", kind="exchange"),
     Row(namespace="_c10d_functional_autograd", name="reduce_scatter_tensor", kind="exchange"),
     Row(namespace="_c10d_functional_autograd", name="all_gather_into_tensor", kind="gather"),
-    Row(namespace="_dtensor", name="shard_dim_alltoall", kind="exchange"),  # moves a shard to another dimension
+    # It moves a shard to another dimension, so it returns no more than its input.
+    Row(namespace="_dtensor", name="shard_dim_alltoall", kind="exchange"),
 )

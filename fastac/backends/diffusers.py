@@ -41,6 +41,7 @@ _OTHER_DEVICE = DiffusersBackend(Verdict.UNKNOWN, "", "not checked: this hardwar
 _SDPA = "scaled_dot_product_attention"
 
 BACKENDS: dict[str, DiffusersBackend] = {
+    # Only a backend that forces one kernel names its op. _native_flash ends in different ops on CUDA and on a CPU.
     "native": _savable("sdpa", _SDPA),
     "_native_cudnn": _savable("sdpa", f"{_SDPA}, cuDNN kernel", "_scaled_dot_product_cudnn_attention"),
     "_native_efficient": _savable("sdpa", f"{_SDPA}, efficient kernel", "_scaled_dot_product_efficient_attention"),
@@ -54,6 +55,8 @@ BACKENDS: dict[str, DiffusersBackend] = {
     "flash_hub": _savable("fa2", "flash-attn 2 from the hub"),
     "flash_varlen": _savable("fa2", "flash-attn 2, packed"),
     "flash_varlen_hub": _savable("fa2", "flash-attn 2 from the hub, packed"),
+    # It calls diffusers' own custom op, which has a fake kernel and no autograd formula (0.42.1).
+    # The other backends of flash-attn 3 call the library's own function.
     "_flash_3": DiffusersBackend(Verdict.NOT_TRAINABLE, "", "its op has no autograd formula, so backward raises"),
     "_flash_varlen_3": _savable("fa3", "flash-attn 3, packed"),
     "_flash_3_hub": _savable("fa3", "flash-attn 3 from the hub"),
@@ -74,6 +77,7 @@ BACKENDS: dict[str, DiffusersBackend] = {
     "xformers": _savable("xformers", "xFormers memory-efficient attention"),
 }
 
+# The table is asked at `enable`, for modules of diffusers. The row refuses calls that come from elsewhere.
 ROWS = (
     AttentionOp(
         backend="diffusers",
@@ -93,7 +97,8 @@ def default_backend() -> str:
     """The backend of modules without their own: DIFFUSERS_ATTN_BACKEND, or the last `set_attention_backend`."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is None:
-        return "native"  # diffusers is not loaded, or older than 0.35, which has no setting
+        # diffusers is not loaded, or is older than 0.35, which has no setting.
+        return "native"
     # diffusers has no public way to ask for it (0.42).
     backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
     return str(getattr(backend, "value", backend))
@@ -107,8 +112,11 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
             continue
         runs = type(processor).__name__
         if "LinearAttn" in runs:
-            continue  # linear attention has no kernel, so no backend
+            # SanaLinearAttnProcessor and its variants compute linear attention in matmuls: a backend has no effect.
+            continue
         ignores = ""
+        # The attribute tells processors that ask diffusers' dispatcher from those that call
+        # scaled_dot_product_attention themselves, whatever the setting says.
         if hasattr(processor, "_attention_backend"):
             setting = processor._attention_backend
             backend = default_backend() if setting is None else str(getattr(setting, "value", setting))

@@ -40,10 +40,12 @@ _inference = partial(_sparse, namespace="fastvideo_kernel", trains=False, note=_
 ROWS = (
     _wrapper(name="_flash_attn_default_forward"),
     _wrapper(
+        # Its backward gives flash-attn no generator state, so with dropout its gradients are wrong anyway.
         name="_flash_attn_no_pad_forward",
         key="qkv",
         layout="bs3hd",
         dropout="dropout_p",
+        # Query, key and value are one tensor, with one mask.
         flops=Flops(offsets=("key_padding_mask", "key_padding_mask")),
     ),
     _wrapper(
@@ -52,6 +54,7 @@ ROWS = (
         dropout="dropout_p",
         flops=Flops(offsets=("query_padding_mask", "key_padding_mask")),
     ),
+    # flash-attn 4 runs the backward past the dispatcher, so these two rows have no backward op to count.
     _wrapper(name="_flash_attn_cute_forward"),
     _wrapper(
         name="_flash_attn_cute_varlen_forward",
@@ -63,9 +66,11 @@ ROWS = (
     _chosen(name="block_sparse_attn_triton", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
     _chosen(
         name="block_sparse_attn_sm90",
+        # The op for the H100 gets keys that are padded to whole blocks.
         key="k_padded",
         flops=Flops(backward="block_sparse_attn_backward_sm90", blocks=_LISTS),
     ),
+    # Blackwell has a forward of its own, and the backward of the Triton kernels.
     _chosen(name="block_sparse_attn_sm100a", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
     _mapped(name="block_sparse_attn_triton", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_MAP)),
     _mapped(
@@ -73,6 +78,7 @@ ROWS = (
         key="k_padded",
         flops=Flops(backward="block_sparse_attn_backward_SM90", blocks=_MAP),
     ),
+    # These rows are for the error: a call in training names the reason, and not only an op that is unknown.
     _inference(name="block_sparse_attn_sm100a_inference", coarse=_SIZES, flops=Flops(blocks=_LISTS)),
     _inference(name="block_sparse_attn_sm100a_from_mask_inference"),
     _inference(name="h3_vsa_sm100a_from_mask_compat", namespace="fastvideo"),
@@ -83,6 +89,7 @@ _function = partial(OpaqueFunction, layout="bhsd", dropout=None)
 
 FUNCTIONS = (
     _function(
+        # It runs on flash-attn 4's kernels, which no op shows.
         backend="vsa",
         module=_KERNELS + "block_sparse_attn_cute_fwd",
         name="_CuteAttentionQ128",
@@ -91,12 +98,17 @@ FUNCTIONS = (
         flops=Flops(blocks=_MAP),
     ),
     _function(
+        # Its module is part of fastvideo-kernel, and of a package of its own. The Function gets the blocks that were
+        # chosen before its call.
         backend="sla",
         module=_KERNELS + r"triton_kernels\.sla_triton|sparse_linear_attention\.kernel",
         name="_attention",
         flops=Flops(blocks=("k_block_id",)),
     ),
+    # Its forward saves three more tensors of the size of the query, which are held beside the output.
     _function(backend="attn_qat", module=_KERNELS + r"triton_kernels\.attn_qat_train", name="_attention"),
+    # FastVideo carries it inside its own package. It chooses its blocks inside the Function, so FLOPs are counted
+    # as if it were dense.
     _function(
         backend="bsa", module=r"(\w+\.)*longcat_video\.block_sparse_attention\.bsa_interface", name="_attention_bsa"
     ),

@@ -13,9 +13,11 @@ LIBRARY = Library(backend="fa2", name="flash-attn 2", distribution="flash-attn",
 _row = partial(
     AttentionOp,
     backend="fa2",
+    # Builds from the Hugging Face hub have namespaces of their own, such as _flash_attn2_a005f70.
     namespace=r"flash_attn|_flash_attn2?_\w+",
     key="k",
     dropout="dropout_p",
+    # flash-attn 3 of July 2025 has an op of the same name in this namespace, without dropout.
     with_argument="dropout_p",
 )
 

@@ -23,6 +23,8 @@ _row = partial(
     AttentionOp,
     backend="fa3",
     key="k",
+    # One row serves dense and packed calls: both layouts count keys in the same dimension, and a packed call says
+    # the longest length.
     max_kv="max_seqlen_k",
     dropout=None,
     flops=Flops(backward="_flash_attn_backward", offsets=("cu_seqlens_q", "cu_seqlens_k")),
@@ -32,5 +34,6 @@ _NAMESPACE = r"flash_attn_3|_flash_attn_?3_\w+"
 ROWS = (
     _row(namespace=_NAMESPACE, name="fwd", flops=Flops(backward="bwd", offsets=("cu_seqlens_q", "cu_seqlens_k"))),
     _row(namespace=_NAMESPACE, name="_flash_attn_forward"),
+    # July 2025: `qv` is an argument of flash-attn 3 only.
     _row(namespace="flash_attn", name="_flash_attn_forward", with_argument="qv"),
 )

@@ -28,6 +28,7 @@ FUNCTIONS = (
     _function(
         name="FlashAttnVarlenFunc",
         layout="thd",
+        # A call may leave this out. Then the keys of all sequences count together.
         max_kv="max_seqlen_k",
         flops=Flops(offsets=("cu_seqlens_q", "cu_seqlens_k")),
     ),

@@ -49,6 +49,7 @@ class Plugin:
 
 
 _plugins: list[Plugin] = []
+# Reentrant, because a plugin that is being imported may use fastac, which asks for the plugins again.
 _loading = threading.RLock()
 _begun = _done = False
 
@@ -62,16 +63,19 @@ def load_plugins() -> None:
     if _done:
         return
     with _loading:
-        if _begun:  # another thread has loaded them by now, or this is called by a plugin that is being imported
+        # Another thread has loaded them by now, or a plugin that is being imported calls this.
+        if _begun:
             return
         _begun = True
         try:
+            # Always in one order: a load that was interrupted goes on behind the plugins that it had finished.
             points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
             # A library may draw random numbers when it is imported.
             with generators_preserved() if points else contextlib.nullcontext():
                 _plugins.extend(_load(point) for point in points[len(_plugins) :])
             _done = True
         finally:
+            # After an error the next call must begin again.
             _begun = _done
 
 
@@ -98,6 +102,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
         items = _read(entry_point)
         functions = tuple(item for item in items if isinstance(item, OpaqueFunction))
         rows = tuple(item for item in items if not isinstance(item, OpaqueFunction))
+        # Everything is checked before anything is known: a broken plugin is left out as a whole.
         for function in functions:
             registry.check_row(function, "OpaqueFunction")
         registry.register(*rows)  # all of them, or none if one is refused
@@ -128,6 +133,7 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
 
 def prepare() -> None:
     """Load plugins, make known kernels visible, and intercept every op with a row that this process has."""
+    # Plugins come first: the other two look for what the plugins brought.
     load_plugins()
     opaque.make_known_visible()
     interception.install()

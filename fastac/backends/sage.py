@@ -31,10 +31,12 @@ _OPS = (
 ROWS = tuple(
     AttentionOp(
         backend="sage",
+        # Each generation of GPUs has an extension of its own, and each build from the hub its own namespace.
         namespace=r"sageattention(_sm\d+)?|_sage_?attention\w*",
         name=name,
         layout="bhsd",
         dropout=None,
+        # With these kernels 40 of the 69 parameters of a Wan model got no gradient, and torch raised no error.
         trains=False,
         note="quantized kernels without a backward",
     )

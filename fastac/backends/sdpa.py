@@ -47,6 +47,7 @@ ROWS = (
     ),
     _row(
         name="_cudnn_attention_forward",
+        # Of these three, only the cuDNN op has the heads before the sequence.
         layout="bhsd",
         max_kv="max_k",
         flops=Flops(backward="_cudnn_attention_backward", offsets=("cum_seq_q", "cum_seq_k")),

@@ -24,7 +24,8 @@ _flash = partial(_row, name="flash_fwd", max_kv="max_seqlen_k", flops=Flops(back
 
 ROWS = (
     _flash(namespace="xformers_flash", dropout="p"),
-    _flash(namespace="xformers_flash3", dropout=None),  # ignores its `p`
+    # The op has an argument `p` and ignores it: flash-attn 3 has no dropout.
+    _flash(namespace="xformers_flash3", dropout=None),
     # It does not get the longest sequence of a packed batch: there the keys of all sequences count.
     _row(
         namespace="xformers",
@@ -40,6 +41,7 @@ ROWS = (
         flops=Flops(backward="fmha_bwd", offsets=_OFFSETS),
     ),
     _row(
+        # This namespace has no s at its end.
         namespace="xformer",
         name="memory_efficient_attention_forward",
         key="k",

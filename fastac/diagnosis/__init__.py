@@ -35,6 +35,8 @@ def warn_of_fewer(function: Any) -> None:
 
 def warn_of_reentrant(function: Any, policy: Policy) -> None:
     """Warn, once, that a reentrant checkpoint opens a region in its backward, whose forward then runs a third time."""
+    # A region that opens in a recompute is expected. In the backward of a reentrant checkpoint the block runs for the
+    # second time, and the recompute of this region will be the third.
     node = torch_private.running_node()
     checkpoint = None if node is None else torch_private.function_of(node)
     if checkpoint is not None and not torch_private.in_recompute():
@@ -62,7 +64,8 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
         state.communication is not None and state.communication.saved for state in states
     )
     if not ran and any(block_policy.saves(sys.maxsize) for block_policy in blocks.values()):
-        saved = False  # the policy saves attention, and none was seen
+        # The policy saves attention of any length, and none was seen. A saved Linear output must not hide that.
+        saved = False
     if results and not saved and not any(result.compiled for result in results):
         raise PolicyNotAppliedError(
             f"{policy}: {'nothing' if ran else 'no attention'} is saved in any block of {class_name(model)}.\n"
@@ -75,13 +78,16 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
 
 def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyNotAppliedError for attention that the backward of a region runs again, outside a recompute."""
+    # Only in a backward that recomputed a region in this thread: autograd numbers nodes by thread.
     if not op.is_attention or thread.backward != torch_private.running_backward() or torch_private.is_abstract(args):
         return
     node = torch_private.running_node()
+    # The backward of some attentions runs their forward again, with or without checkpointing.
     if node is None or may_run_again(node):
         return
     number, keys = torch_private.sequence_number(node), op.keys(args, kwargs)
     for first, last, policy in thread.replayed:
+        # The region's forward made the node that is running, so this attention belongs to a checkpoint inside it.
         if first < number <= last and policy.saves(keys):
             raise PolicyNotAppliedError(
                 f"{policy}: {op.name} over {keys} keys ran again in backward, called by {node.name()}: a checkpoint of "
@@ -93,6 +99,7 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyNotAppliedError for attention under a checkpoint that `patch_checkpoint` did not replace."""
     node = torch_private.running_node()
+    # A graph that was compiled before the patch holds torch's checkpoint, and looks up no name.
     in_graph = node is not None and node.name() == torch_private.COMPILED_NODE
     again = in_graph or (node is not None and not may_run_again(node))
     if (again or torch_private.innermost_checkpoint()) and policy.saves(keys := op.keys(args, kwargs)):

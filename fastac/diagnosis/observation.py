@@ -100,6 +100,7 @@ class Observation:
         if eager is not None and eager.observer is not None:
             problems += _problems_seen(eager.observer, where) + _missing(eager.tape, tape, where)
         unknown: dict[str, None] = {}
+        # dynamo traces into an autograd.Function, so that no node of compiled code shows it. The eager run does.
         for run in [forward] if eager is None else [forward, eager]:
             recorded = recorded_nodes(run.nodes, run.tape.callers or ())
             ops = () if run.observer is None else run.observer.ops
@@ -127,6 +128,7 @@ class Observation:
 
     def _run_eagerly(self) -> _Run | None:
         """Run compiled code once more, eagerly, to see its attention. None if it was run before, or must not run."""
+        # Once per block class is enough: a run takes time, and what Python code in the block counts is counted twice.
         if self.earlier is not None:
             if len(self.tape.attention_calls) < len(self.earlier.attention_calls):
                 warn_of_fewer(self.function)
@@ -140,6 +142,7 @@ class Observation:
 
     def _warn_of_cut_off(self, where: str) -> None:
         """Warn of attention parameters that get no gradient."""
+        # This is not an error, because a user may mean it.
         if cut_off := parameters_cut_off(block_of(self.function), self.nodes):
             logger.warning(
                 "%s: %d attention parameters require grad and get no gradient, such as %s: its output does not depend "
@@ -187,6 +190,7 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
         f"{name} was called, and fastac did not get the call: another package took its BackendSelect key since"
         for name in observer.passed_by()
     ]
+    # A silent module may be one whose attention was named above, so it is named only if nothing else was found.
     return problems or [
         f"{where}.{name}: ran, and no attention call was seen: its kernel is called past the dispatcher. If it is an "
         f"autograd.Function: fastac.make_visible(TheFunction, layout=...). Else: docs/adding_a_backend.md"
@@ -203,6 +207,7 @@ def _missing(eager: Tape, tape: Tape, where: str) -> list[str]:
         made[op.backend] -= 1
         if made[op.backend] >= 0:
             continue
+        # Only this kernel runs again, and gradients are exact: no error.
         if op.is_opaque:
             logger.warning("%s: %s is made visible in eager code only: compiled, it is recomputed", where, op.name)
         elif op.is_higher_order:

@@ -101,12 +101,14 @@ class BlockState:
         """
         if self.recomputed:
             self.step, self.recomputed = self.step + 1, False
+        # True for 0 and the powers of two: a change that lasts is found soon, and a long run hardly pays for it.
         return self.step & (self.step - 1) == 0
 
     def watch(self, kind: Kind) -> None:
         """A region made fewer attention calls than the first of its kind: observe the next ones, once in a run."""
         if len(self.watched) >= MANY:
             self.watched.clear()
+        # A value of 0 stays: fewer calls were found to be normal for this kind.
         self.watched.setdefault(kind, WATCHED)
 
     def is_watched(self, kind: Kind) -> bool:
@@ -118,6 +120,7 @@ class BlockState:
         self.watched[kind] = 0 if is_fewer else self.watched[kind] - 1
 
     def __reduce__(self) -> Any:
+        # A copied or unpickled block has run no region yet, and a lock cannot be pickled.
         return BlockState, (self.name, self.offloading)
 
 
@@ -129,6 +132,7 @@ def is_inside(name: str, block: str) -> bool:
 def module_of(function: Any) -> torch.nn.Module | None:
     """The module that a function is, or whose method it is, also if hooks of other libraries wrap the function."""
     while function is not None:
+        # Hooks of diffusers and accelerate bind a forward as a partial, whose first argument is the module.
         is_bound = isinstance(function, functools.partial) and function.args and hasattr(function, "__wrapped__")
         owner = function.args[0] if is_bound else getattr(function, "__self__", function)
         if isinstance(owner, torch.nn.Module):
@@ -183,6 +187,7 @@ def code_of(function: Any) -> Any:
     while True:
         block = block_of(function)
         if block is not None:
+            # FSDP1 and torch.compile put a block into a class of theirs, which is the same for all blocks.
             for name in ("_fsdp_wrapped_module", "_orig_mod"):
                 block = getattr(block, name, block)
             # `fully_shard` derives a class. It may come after `enable`, which forgot the kinds of the original class.
@@ -206,6 +211,7 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
     levels = _DEPTH
     while values:
         values = values[:_WIDTH]
+        # Not isinstance: that reads __class__ of an object that is not a module, and a proxy may raise there.
         found |= {inside(value): None for value in values if issubclass(type(value), torch.nn.Module)}
         # Look one level beyond that of the first module.
         levels = min(levels - 1, 1) if found else levels - 1
@@ -223,11 +229,13 @@ def globals_of(function: Any) -> list[Any]:
     while function is not None:
         function = function.func if isinstance(function, functools.partial) else function
         codes = [getattr(function, "__code__", None)]
+        # A lambda or comprehension inside the function has a code object of its own.
         codes += [value for value in getattr(codes[0], "co_consts", ()) if isinstance(value, types.CodeType)]
         names = dict.fromkeys(name for code in codes for name in getattr(code, "co_names", ()))
         globals_ = getattr(function, "__globals__", {})
         found += [globals_[name] for name in names if name in globals_]
         function = getattr(function, "__wrapped__", None)
+    # Functions among them would lead on, through globals of their own, to modules that this call does not run.
     return [value for value in found if not isinstance(value, types.FunctionType)]
 
 
@@ -297,6 +305,7 @@ def describe(function: Any) -> str:
 
 def is_compiled(function: Any) -> bool:
     """Whether torch.compile was applied to a function, a block, or a module inside it."""
+    # torch.compile marks a function by this attribute. A module that it compiled has one of the two below.
     if hasattr(function, "_torchdynamo_orig_callable"):
         return True
     module = module_of(function)

@@ -24,6 +24,7 @@ those that were observed, because their attention was too short."""
 
 def state_of_function(function: Any) -> BlockState:
     """The state of a function that is not a block."""
+    # A closure is a new function in each call. Its code is what stays.
     return process.functions.setdefault(code_of(function), BlockState())
 
 
@@ -34,6 +35,7 @@ def kind_of(function: Any, key: tuple[object, ...]) -> Kind:
     if kind is None:
         kind = _kind_of_any_shape(known, key)
     if kind is None:
+        # Shapes are bounded by SIGNATURES, but a flag or a string among the inputs is part of the key as well.
         if len(known) >= MANY:
             known.clear()
         kind = known[key] = Kind(key)
@@ -65,7 +67,9 @@ def _common(key: tuple[object, ...], alike: Sequence[Kind], elements: float) -> 
     results = [kind.first for kind in alike if kind.first is not None]
     if len(results) < SIGNATURES * (1 if len({result.ops for result in results}) == 1 else 2):
         return None
+    # A later region that makes more calls than this is not a sign of hidden attention; one that makes fewer is watched.
     fewest = min(results, key=lambda result: result.count)
+    # Each length may take a path of its own. The report names what runs again in any of them.
     unknown = dict.fromkeys(name for result in results for name in result.unknown)
     return Kind(key, dataclasses.replace(fewest, unknown=tuple(unknown)), elements)
 
@@ -91,6 +95,7 @@ def _without_shapes(value: Any) -> Any:
 def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:
     """Result of compiled code under the same policy and with the same classes, whatever its inputs; None without."""
     policy, _, _, *classes = key
+    # A copy: threads that train blocks of the same class add kinds meanwhile.
     for kind in list(_kinds_of(function).values()):
         other, _, _, *others = kind.key
         if kind.first is not None and kind.first.compiled and kind.is_judged and (other, others) == (policy, classes):
@@ -111,6 +116,7 @@ def forget_kinds(function: Any) -> None:
 
 
 def _kinds_of(function: Any) -> dict[object, Kind]:
+    # fastac.verify observes each block, so that attention which only a later one hides is found.
     code = (block_of(function) if process.kinds_are_of_one_block else None) or code_of(function)
     return process.kinds.setdefault(code, {})
 

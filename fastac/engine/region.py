@@ -120,6 +120,7 @@ class Region:
         reads = self.preserve_rng_state and (self.compares_values or self.block_state.draws)
         self.drawn = python_states() if reads else b""
         self.versions = _versions(self.args, self.kwargs)
+        # From here on the arguments are not tensors any more: what reads them stands above.
         self.args = torch_private.save(self.args)
         # In a checkpoint of somebody else's around the region, its inputs are slots.
         self.in_checkpoint = torch_private.innermost_checkpoint() is not None
@@ -131,6 +132,7 @@ class Region:
         state = "complete" if self.complete else "in its forward"
         return f"Region({describe(self.function)}, {len(self.slots)} saved tensors, {state}, {self.tape})"
 
+    # dynamo would compile what the forward calls, and recompute runs that eagerly: they save other tensors.
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function. For backward, autograd saves slots only. observer: is open while the function runs."""
@@ -203,9 +205,11 @@ class Region:
         if recomputed is None:
             recomputed = self._recompute(backward)
         try:
+            # A tensor goes with the node that reads it, and not at the end of the backward: that keeps the peak low.
             tensor, version = recomputed.pop(slot)
         except KeyError:
             raise self._unpacked_twice() from None
+        # The backward of another node may have written into it, as autograd itself would notice.
         if tensor._version != version:
             raise self._written_since(tensor, version)
         return tensor
@@ -236,6 +240,7 @@ class Region:
         """Run the function again, in the state in which its forward began."""
         recompute = _Recompute(self)
         tensors = recompute.tensors
+        # The generators are put back by hand: a context would have to unwind at each early stop, which takes time.
         before = [(device, generator_state(device)) for device, _ in self.generators]
         of_python = python_states() if self.drawn else b""
         try:
@@ -244,6 +249,7 @@ class Region:
                 recompute.reloaded = self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
+            # Before the forward has ended, a write may be the function's own. Those are left out when it ends.
             if (
                 self.compares_metadata
                 and self.complete
@@ -318,9 +324,11 @@ class Region:
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         """A context with the forward's autocast and default device."""
         device = self.default_device
+        # Most recomputes find the forward's state, and to enter contexts takes time in every one of them.
         if self.autocast == _autocast() and device == torch_private.default_device():
             return _NOTHING
         stack = contextlib.ExitStack()
+        # Backward may run under another autocast than the forward, so it is first switched off for every device.
         for device_type in _autocast_device_types():
             stack.enter_context(torch.amp.autocast(device_type, enabled=False))
         for device_type, dtype, caches in self.autocast:
@@ -370,6 +378,7 @@ class _Recompute:
             self.surplus += 1
             return detached
         slot = reference()
+        # Without a slot, the node that held it is gone, and nobody will ask for the tensor.
         if slot is not None:
             now = torch_private.metadata(tensor)
             self.tensors[slot] = detached, now[-1]
@@ -400,6 +409,7 @@ def _versions(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[tuple[weak
     """The tensors given by keyword or inside containers, with their versions. autograd guards the positional ones."""
     values = [value for value in args if not isinstance(value, torch.Tensor)]
     values += kwargs.values()
+    # Inference tensors have no version: to read it raises.
     return [(weakref.ref(tensor), tensor._version) for tensor in tensors_in(values) if not tensor.is_inference()]
 
 

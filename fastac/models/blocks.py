@@ -71,12 +71,14 @@ def _lists(model: torch.nn.Module) -> dict[str, BlockContainer]:
             name, {f"{name}.{key}": block for key, block in module._modules.items() if block is not None}
         )
         for name, module in model.named_modules()
+        # A dict of lists only groups lists of blocks, which are found by themselves.
         if isinstance(module, LISTS) and not _is_dict_of_lists(module)
     }
 
 
 def _outermost(lists: Mapping[str, BlockContainer], are_blocks: Callable[[BlockContainer], bool]) -> set[str]:
     names = {name for name, container in lists.items() if container.blocks and are_blocks(container)}
+    # A block may hold lists of attention itself. The list around it is the list of blocks.
     return {name for name in names if not name.startswith(tuple(outer + "." for outer in names))}
 
 
@@ -89,6 +91,7 @@ def _says_attention(container: BlockContainer) -> bool:
         names = (f"{name} {class_name(inner)}".lower() for name, inner in block.named_modules())
         return any("attention" in name or "attn" in name for name in names)
 
+    # All members, because a list with one that has no attention is a list of stages: the blocks are deeper.
     return all(map(says, container.blocks.values()))
 
 
@@ -115,6 +118,7 @@ def check_module(model: object, call: str) -> torch.nn.Module:
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     children = model._modules
+    # Wrappers are known by the names of their children, so that peft and FSDP need not be imported.
     if "_orig_mod" in children:
         return children["_orig_mod"]
     if hasattr(type(model), "get_base_model") and "base_model" in children:  # peft
@@ -122,6 +126,8 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     if "_fsdp_wrapped_module" in children:
         return children["_fsdp_wrapped_module"]
     inner = children.get("module")
+    # A child called `module` is not enough, since any model may have one: the wrapper is one of torch's, or the child
+    # is a diffusers model.
     data_parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, data_parallel) or hasattr(type(inner), "enable_gradient_checkpointing"):
         return inner
@@ -135,6 +141,7 @@ def choose_blocks(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -
     """
     if blocks is not None:
         return select(model, blocks, outer)
+    # A model with a checkpointing function chooses its blocks itself, so here names are all that is needed.
     named = containers_inside(model)
     if named and not is_by_forward(model, blocks):
         return named
@@ -142,6 +149,7 @@ def choose_blocks(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -
     # If no part has attention in its name, blocks of one class may still call attention functions themselves. They are
     # taken: the first region shows whether they do, and a list that holds no attention is an error then.
     taken = named or [found for found in possible if len(set(map(type, found.blocks.values()))) == 1]
+    # Several lists are an error: the blocks of a list that was not taken would train without checkpointing.
     if len(taken) != 1 or len(possible) != 1:
         some = f"{len(possible)} module lists whose members may be its blocks" if taken else "no list of attention"
         raise FastacError(f"{class_name(model)} has {some}. {name_blocks(model, possible)}")
@@ -170,8 +178,10 @@ def select(
                 f"enable(blocks=...): {type(given).__name__} is not a module of {class_name(model)}. Give the dotted "
                 f'name of a module list, such as "transformer.layers", or modules of the model.'
             )
+        # A list with a forward of its own is called as a whole, so it is a block itself.
         is_list = isinstance(module, LISTS) and type(module).forward in _NO_FORWARD
         for block in module.children() if is_list else (module,):
+            # Blocks have the names that they have without torch's activation wrappers, so that policies fit both.
             selected[plain_name(names[block])] = inside(block)
     if not selected:
         raise FastacError("enable(blocks=...): there is no block in it")

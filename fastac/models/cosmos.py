@@ -15,8 +15,10 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     if config["extra_pos_embed_type"] is None:
         raise FastacError("video: only Cosmos 1 of this class is known here; it has an extra_pos_embed_type.")
     inputs = inputs_of_text_to_video(config, video, text_width=config["text_embed_dim"], times=video.dtype)
+    # The default of the pipeline (diffusers 0.42).
     inputs["fps"] = 30
     if config["concat_padding_mask"]:
+        # The pipeline passes one mask of pixels for the whole batch, without any padding.
         inputs["padding_mask"] = torch.zeros(1, 1, video.height, video.width, dtype=video.dtype)
     return inputs
 

@@ -8,14 +8,17 @@ import torch
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, inputs_of_text_to_video
 
+# The token refiners attend as well, and the model does not checkpoint them. The row leaves their lists out.
 DUAL_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
-VISION_TOKENS, GLYPH_TOKENS = 729, 256  # SigLIP for the first frame, ByT5 for text within the picture
+# SigLIP makes the first for the first frame, ByT5 the second for text within the picture.
+VISION_TOKENS, GLYPH_TOKENS = 729, 256
 
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     width = config["text_embed_dim"]
     return inputs_of_text_to_video(config, video, text_width=width, times=torch.float32, mask=video.dtype) | {
         "pooled_projections": video.features(config["pooled_projection_dim"]),
+        # The default of the pipeline is 6.0, and it passes a thousand times that.
         "guidance": torch.full((video.batch,), 6000, dtype=video.dtype),
     }
 
@@ -26,6 +29,7 @@ def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[st
     return inputs_of_text_to_video(config, video, text_width=width, times=video.dtype, mask=video.dtype) | {
         "encoder_hidden_states_2": video.features(GLYPH_TOKENS, config["text_embed_2_dim"]),
         "encoder_attention_mask_2": video.text_mask(video.dtype, GLYPH_TOKENS),
+        # The model compares them with zero to tell that there is no image.
         "image_embeds": torch.zeros(video.batch, VISION_TOKENS, config["image_embed_dim"], dtype=video.dtype),
     }
 

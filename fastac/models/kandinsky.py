@@ -21,12 +21,14 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     latents = video.latents(patch)
     channels = config["in_visual_dim"]
     if config["visual_cond"]:
-        channels = 2 * channels + 1  # latents, the condition, and a mask of frames that have it
+        # Latents, the condition, and a mask of the frames that have a condition.
+        channels = 2 * channels + 1
     return {
         "hidden_states": video.features(*latents, channels),
         "encoder_hidden_states": video.features(video.text_tokens, config["in_text_dim"]),
         "pooled_projections": video.features(config["in_text_dim2"]),
         "timestep": video.times(video.dtype),
+        # Positions count patches, not latents.
         "visual_rope_pos": [torch.arange(size // step) for size, step in zip(latents, patch, strict=True)],
         "text_rope_pos": torch.arange(video.text_tokens),
         "return_dict": False,

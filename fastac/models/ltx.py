@@ -8,7 +8,8 @@ import torch
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video
 
-FRAMES_PER_SECOND, FRAMES_PER_SECOND_OF_2 = 25, 24.0  # defaults of the pipelines of LTX-Video and LTX-2
+# These are the defaults of the pipelines of LTX-Video and LTX-2.
+FRAMES_PER_SECOND, FRAMES_PER_SECOND_OF_2 = 25, 24.0
 
 
 def _inputs_of_latents(config: Mapping[str, Any], video: Video, text_width: int, mask: torch.dtype) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def _inputs_of_latents(config: Mapping[str, Any], video: Video, text_width: int,
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     scale = video.compression
+    # Positions are in seconds and pixels, as in the pipeline.
     rope_scale = (scale.frames / FRAMES_PER_SECOND, scale.height, scale.width)
     inputs = _inputs_of_latents(config, video, config["caption_channels"], torch.bool)
     return inputs | {"rope_interpolation_scale": rope_scale}
@@ -36,7 +38,8 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 def _inputs_of_audio_and_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     per_second = config["audio_sampling_rate"] / config["audio_hop_length"] / config["audio_scale_factor"]
     sound = round(video.frames / FRAMES_PER_SECOND_OF_2 * per_second)
-    projects = config["use_prompt_embeddings"]  # LTX-2; the texts of LTX-2.3 come with the width of the attention
+    # LTX-2 projects its texts. Those of LTX-2.3 come with the width of the attention.
+    projects = config["use_prompt_embeddings"]
     text = config["caption_channels"] if projects else config["cross_attention_dim"]
     audio_text = config["caption_channels"] if projects else config["audio_cross_attention_dim"]
     return _inputs_of_latents(config, video, text, torch.int64) | {

@@ -11,6 +11,7 @@ from fastac.models.videos import Compression, Video, inputs_of_text_to_video
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     width = config["text_embed_dim"]
+    # The model drops the text tokens that are not valid, sample by sample. All are valid here, the longest case.
     return inputs_of_text_to_video(config, video, text_width=width, times=video.dtype, mask=torch.bool)
 
 

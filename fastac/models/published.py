@@ -67,8 +67,10 @@ class Configuration:
             (a, b) for a in range(1, ranks + 1) for b in range(1, ranks + 1) if ranks % (a * b) == 0
         ):
             part = _part(video, frames, height, ranks // (frames * height))
+            # Whether a size fits is known only when inputs are made for it: VAE and patches both have to divide it.
             with contextlib.suppress(FastacError):
                 self.inputs(part)
+                # Sizes are rounded down, which may have lost tokens.
                 if part.tokens(self.patch) * ranks == tokens:
                     return part
         raise FastacError(
@@ -101,7 +103,9 @@ def load_configuration(name_or_path: str) -> Configuration:
         return _of_class(name_or_path, row, {}, f"the defaults of diffusers.{row.class_name}")
     try:
         content = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
+    # RecursionError is JSON that is nested too deep. ValueError is no JSON, no text, or a path with a null byte.
     except (OSError, ValueError, RecursionError) as error:
+        # This looks like a repository of the Hub. fastac downloads nothing, so the message has the commands.
         if re.fullmatch(r"[\w-]+/[\w.-]+(?<!\.json)", name_or_path) and not Path(name_or_path).exists():
             folder = name_or_path.partition("/")[2]
             advice = (
@@ -133,6 +137,7 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast as `from_pretrained(torch_dtype=dtype)` does: modules that the class keeps in float32 stay in float32."""
     in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        # diffusers, too, compares the whole parts of a dotted name.
         if tensor.is_floating_point() and in_float32.isdisjoint(name.split(".")):
             tensor.data = tensor.data.to(dtype)
 
@@ -164,7 +169,8 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     for name in BLOCK_COUNTS:
         if isinstance(limited.get(name), int):
             limited[name] = min(layers, limited[name])
-    if limited.get("vace_layers"):  # the indices of blocks that have a VACE block beside them
+    # These are the indices of the blocks that have a VACE block beside them.
+    if limited.get("vace_layers"):
         limited["vace_layers"] = [index for index in limited["vace_layers"] if index < layers]
     return limited
 
@@ -179,6 +185,7 @@ def add_lora(model: Any, rank: int) -> None:
         from peft import LoraConfig
     except ImportError as error:
         raise FastacError("LoRA needs peft: pip install peft") from error
+    # All weights are frozen before the adapters are there, which have to train.
     model.requires_grad_(False)
     try:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
@@ -189,6 +196,7 @@ def add_lora(model: Any, rank: int) -> None:
 def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
     row = _row(name, content["transformer"]["_class_name"])
     configuration = _of_class(name, row, content["transformer"], content["source"])
+    # Models of one class differ in their VAEs and sizes, so the file has these.
     compression = Compression(**content["compression"])
     video = dataclasses.replace(
         configuration.default, **content["default"], text_tokens=content["text_tokens"], compression=compression
@@ -197,11 +205,13 @@ def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
 
 
 def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str) -> Configuration:
+    # Keys that begin with an underscore (_class_name, _diffusers_version) are not arguments of the class.
     config = _defaults(row) | {key: value for key, value in content.items() if not key.startswith("_")}
     for key in BLOCK_COUNTS:
         if isinstance(config.get(key), int) and config[key] > MOST_BLOCKS:
             raise FastacError(f"configuration {name}: {key} is {config[key]}, more than {MOST_BLOCKS} blocks")
     try:
+        # default_of computes with values of the file, and these may be of any type.
         return Configuration(name, row, config, source, row.default_of(config))
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise FastacError(f"configuration {name}: no video fits it: {type(error).__name__}: {error}") from error
@@ -209,7 +219,8 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
 
 def _known() -> dict[str, ModelRow]:
     """The classes of the installed diffusers that have a row with inputs."""
-    has = functools.partial(hasattr, _diffusers())  # older releases lack the newest classes
+    # Older releases of diffusers lack the newest classes.
+    has = functools.partial(hasattr, _diffusers())
     return {name: row for name, row in MODELS.items() if row.video_inputs and has(row.class_name)}
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-_ABSENT = "no function"  # a string: it is pickled with the model, and an object() would not be the same afterwards
+# This is a string because it is pickled with the model. An object() would not be the same one afterwards.
+_ABSENT = "no function"
 
 
 class Switch:
@@ -15,7 +16,8 @@ class Switch:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.flag = vars(module).get(_FLAG)  # None if only its class has the flag
+        # None if only the class has the flag.
+        self.flag = vars(module).get(_FLAG)
         self.before = self.function
 
     @property
@@ -30,6 +32,7 @@ class Switch:
 
     def set(self, flag: Any, function: Any) -> None:
         """Set the flag and the function. A value that the module itself did not have is deleted."""
+        # A flag of the class is not copied to the module: after `disable` it has the attributes that it had before.
         for name, value, absent in ((_FLAG, flag, None), (_FUNCTION, function, _ABSENT)):
             if value == absent:
                 vars(self.module).pop(name, None)
@@ -53,11 +56,13 @@ def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) 
     transformers and peft read the flag: with it, models keep no key-value cache, and peft handles its hooks otherwise.
     """
     owners = [module for module in model.modules() if getattr(type(module), "supports_gradient_checkpointing", False)]
+    # Models of transformers may hold each other, so that one module is found from several owners.
     by_module = {switch.module: switch for owner in owners for switch in switches_of(owner)}
     return [switch for module, switch in by_module.items() if not blocks.isdisjoint(module.modules())]
 
 
 def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
     """Whether the blocks' own forward is the host: they are named, or the model takes no checkpointing function."""
+    # Every diffusers model has the method. In a class that does not support checkpointing, it raises.
     supported = getattr(model, "_supports_gradient_checkpointing", False)
     return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))

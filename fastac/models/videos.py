@@ -48,6 +48,7 @@ class Video:
     def __post_init__(self) -> None:
         for name in ("frames", "height", "width", "batch", "text_tokens"):
             value = getattr(self, name)
+            # True is an int in Python, and it is not a number of frames.
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise FastacError(f"video: {name} is {value!r}. Use a whole number from 1 on.")
         if not self.dtype.is_floating_point:
@@ -83,6 +84,7 @@ class Video:
 
     def times(self, dtype: torch.dtype) -> torch.Tensor:
         """One timestep per video, between 0 and 1000: shape (batch,)."""
+        # Which time it is does not matter: neither shapes nor attention calls depend on it.
         return torch.full((self.batch,), 500, dtype=dtype)
 
     def text_mask(self, dtype: torch.dtype, tokens: int | None = None) -> torch.Tensor:
@@ -92,6 +94,7 @@ class Video:
 
 def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """How many latent frames, rows and columns one token stands for."""
+    # Newer classes have one tuple. Older ones have a size in space and one in time, which may be None.
     size = config["patch_size"]
     return tuple(size) if isinstance(size, (list, tuple)) else (config.get("patch_size_t") or 1, size, size)
 
