@@ -303,9 +303,9 @@ VIDEOS = ((13, 512, 512), (81, 480, 832), (77, 720, 1280))
 class Shares:
     """What it means for a block to save self-attention ("long"), or attention over the text as well ("all")."""
 
-    tokens: int  # of the video
-    flops: dict[str, float]  # that are not recomputed, of those that full checkpointing recomputes
-    bytes: dict[str, float]  # that are saved, of those that full checkpointing frees
+    tokens: int  # number of video tokens
+    flops: dict[str, float]  # saved output -> share of the recompute of full checkpointing that goes away
+    bytes: dict[str, float]  # saved output -> its bytes, as a share of those that full checkpointing frees
 
     def of_video(self) -> tuple[str, str]:
         """The cells of self-attention."""

@@ -237,7 +237,8 @@ class _RegionCall:
                 observation = Observation(function, self.args, self.kwargs, tape, earlier)
         # A function that is not a block may run any module that it refers to.
         modules = [self.block] if self.block is not None else modules_run_by(function, self.args, self.kwargs)
-        mode = None if observation is None else observation.mode
+        # Some functions of torch take another path under any mode. Recompute gets one if the forward has one.
+        has_mode = torch_private.in_dispatch_mode() or (observation is not None and observation.observer is not None)
         region = Region(
             function,
             self.args,
@@ -251,8 +252,7 @@ class _RegionCall:
             compares_values=compares_values,
             stash=stash,
             buffers=buffers.begin(modules, compares_values),
-            # Some functions of torch take another path under any mode. Recompute gets one if the forward had one.
-            mode=PassThrough if mode is None and torch_private.in_dispatch_mode() else mode,
+            mode=PassThrough if has_mode else None,
         )
         if tape is None:
             outputs = region.forward(self.args)
@@ -299,7 +299,7 @@ class _RegionCall:
         linear.attach(block, self.policy)
 
     def _run_observed(self, region: Region, tape: Tape, observation: Observation) -> Any:
-        """Run the first region of a kind, or one that is watched. Raises PolicyNotAppliedError for hidden attention."""
+        """Run the first region of a kind, or a watched region. Raises PolicyNotAppliedError for hidden attention."""
         outputs = region.forward(self.args, observation)
         result = observation.result(outputs)
         graphs.watch(observation.nodes, self.policy)
@@ -428,7 +428,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
     def __exit__(self, *exception: object) -> None:
         self._is_on = False
         process.listeners.remove(self._listener)
-        # All modules are searched again: those that were imported meanwhile have the patched function as well.
+        # All modules are searched again: modules that were imported meanwhile have the patched function as well.
         _replace(self._patched, torch_checkpoint)
 
 

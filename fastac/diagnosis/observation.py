@@ -22,7 +22,7 @@ from fastac.diagnosis.autograd_graph import (
     recorded_nodes,
 )
 from fastac.diagnosis.eager_look import look
-from fastac.diagnosis.observer import Observer, PassThrough
+from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import no_attention, suggested_visible
 from fastac.diagnosis.unknown import check_rows, unknown_calls
 from fastac.engine import kinds, opaque, releases, torch_private
@@ -62,11 +62,6 @@ class Observation:
         # No mode can watch a compiled function: it would run eagerly.
         is_visible = not is_compiled(function)
         self.observer = Observer(module_of(function), (args, kwargs), tape) if is_visible else None
-
-    @property
-    def mode(self) -> Any:
-        """A mode that recompute runs under, as some functions of torch take another path under any mode; or None."""
-        return None if self.observer is None else PassThrough
 
     def __enter__(self) -> Observation:
         if self.observer is not None:
