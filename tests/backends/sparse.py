@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,30 +31,47 @@ def map_of(index: torch.Tensor, number: torch.Tensor, width: int) -> torch.Tenso
     return found.scatter_(-1, torch.where(counts, index.long(), width), True)[..., :width]
 
 
-def extension(kernels: Any, inverted: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the H100's extension for video sparse attention, by the Triton kernels of a module.
+def bias_of(blocks: torch.Tensor, block: tuple[int, int], counts: torch.Tensor) -> torch.Tensor:
+    """What keeps tokens of other blocks out of the scores: 0 or -inf.
 
-    inverted: (lists of blocks of keys, how many count, blocks of keys) -> the same of blocks of queries.
+    blocks: (..., blocks of queries, blocks of keys), which attend. block: tokens in one of each. counts: which keys do.
     """
+    attend = blocks.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1) & counts
+    return torch.zeros(()).masked_fill(~attend, -torch.inf)
 
-    def forward(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output, statistics = kernels.triton_block_sparse_attn_forward(*arguments)
-        return output, statistics[..., None]
 
-    def backward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        output: torch.Tensor,
-        statistics: torch.Tensor,
-        grad: torch.Tensor,
-        index: torch.Tensor,
-        number: torch.Tensor,
-        sizes: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Given the blocks of queries of each block of keys; in float32, as the extension has it."""
-        arguments = (grad, q, k, v, output, statistics[..., 0], *inverted(index, number, q.shape[2] // 64))
-        found = kernels.triton_block_sparse_attn_backward(*arguments, index, number, sizes)
-        return tuple(gradient.float() for gradient in found)
+BLOCK = 64
+"""Tokens in a block of video sparse attention."""
 
-    return forward, backward
+
+def _bias(blocks: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return bias_of(blocks, (BLOCK, BLOCK), (torch.arange(BLOCK) < sizes[:, None]).flatten())
+
+
+def block_sparse_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, number: torch.Tensor, sizes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of the H100's extension for video sparse attention, in plain math.
+
+    index, number: the blocks of keys of each block of queries. sizes: keys that count in each block.
+    """
+    bias = _bias(map_of(index, number, len(sizes)), sizes)
+    output, statistics = support.attention_math(q.float(), k.float(), v.float(), bias=bias)
+    return output.to(q.dtype), statistics[..., None]
+
+
+def block_sparse_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    statistics: torch.Tensor,
+    grad: torch.Tensor,
+    index: torch.Tensor,
+    number: torch.Tensor,
+    sizes: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Its backward, given the blocks of queries of each block of keys; in float32, as the extension has it."""
+    bias = _bias(map_of(index, number, q.shape[2] // BLOCK).transpose(-1, -2), sizes)
+    tensors = (tensor.float() for tensor in (grad, q, k, v, output))
+    return support.attention_math_backward(*tensors, statistics[..., 0], bias=bias)

@@ -1,6 +1,6 @@
 """vsa 0.0.4, the first release of video sparse attention: its real Triton kernels, and its op for the H100's extension.
 
-The extension is substituted by the Triton kernels.
+The extension is substituted by plain math.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from tests.backends import packages
 packages.use("vsa")
 
 import tests.backends.triton_on_cpu  # noqa: F401 Triton's interpreter
-from tests.backends import flash_on_cpu
+from tests.backends import flash_on_cpu, sparse
 
-vars(flash_on_cpu.substitute("vsa_cuda")).update(block_sparse_fwd=None, block_sparse_bwd=None)
+vars(flash_on_cpu.substitute("vsa_cuda")).update(
+    block_sparse_fwd=sparse.block_sparse_fwd, block_sparse_bwd=sparse.block_sparse_bwd
+)
 with pytest.MonkeyPatch.context() as _patch:
     _patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     import vsa
 
-from vsa import block_sparse_attn_triton as kernels
 from vsa import block_sparse_wrapper as wrapper
 
 from fastac.backends import fastvideo
 from tests.backends.parity import Case, Parity
-from tests.backends.sparse import extension, map_of, run_on_cpu
+from tests.backends.sparse import run_on_cpu
 
 BLOCK, BLOCKS, TOP = 64, 3, 2
 TOKENS = BLOCKS * BLOCK
@@ -40,13 +41,6 @@ run_on_cpu(wrapper.block_sparse_attn_triton, counts=True)
 run_on_cpu(wrapper.block_sparse_attn_backward_triton)
 run_on_cpu(wrapper.block_sparse_attn_SM90, counts=True)
 run_on_cpu(wrapper.block_sparse_attn_backward_SM90)
-
-
-def inverted(index: torch.Tensor, number: torch.Tensor, width: int) -> Any:
-    return wrapper.map_to_index(map_of(index, number, width).transpose(-1, -2))
-
-
-wrapper.block_sparse_fwd, wrapper.block_sparse_bwd = extension(kernels, inverted)
 
 
 def video(op: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
