@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,6 +46,11 @@ def fresh(folder: Path) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield
     reset()
+
+
+def unfused() -> Any:
+    """Inside, or in what this decorates, inductor's code calls torch's own ops: g++ compiles few kernels, or none."""
+    return torch._inductor.config.patch(fallback_by_default=True)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,9 @@ those that were observed, because their attention was too short."""
 def state_of_function(function: Any) -> BlockState:
     """The state of a function that is not a block."""
     # A closure is a new function in each call. Its code is what stays.
-    return process.functions.setdefault(code_of(function), BlockState())
+    functions, code = process.functions, code_of(function)
+    state = functions.get(code)
+    return functions.setdefault(code, BlockState()) if state is None else state
 
 
 def kind_of(function: Any, key: tuple[object, ...]) -> Kind:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tests.compiled.steps import (
     small,
     small_inputs,
 )
-from tests.compiler import compiled_so_far, reset
+from tests.compiler import compiled_so_far, reset, unfused
 from tests.marks import needs_torch
 from tests.support import assert_same, stack, stack_inputs, train_step
 
@@ -38,14 +39,15 @@ from tests.support import assert_same, stack, stack_inputs, train_step
 )
 def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: bool | None) -> None:
     """They call the op with fake tensors. If these are recorded, the first step after a compile is wrong."""
-    assert_exact_and_saved(
-        lambda policy: compile_blocks(small(policy), backend, dynamic),
-        small_inputs(tokens=24),
-        small_inputs(tokens=40),
-        calls=2,
-        looks=1,
-        same_graphs=True,
-    )
+    with unfused() if backend == "inductor" else nullcontext():
+        assert_exact_and_saved(
+            lambda policy: compile_blocks(small(policy), backend, dynamic),
+            small_inputs(tokens=24),
+            small_inputs(tokens=40),
+            calls=2,
+            looks=1,
+            same_graphs=True,
+        )
 
 
 def attend_and_scale(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

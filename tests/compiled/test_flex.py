@@ -25,6 +25,7 @@ from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
 from tests.compiled.steps import SmallBlock, broken, frozen_inputs, small, small_inputs
+from tests.compiler import unfused
 from tests.live_bytes import allocated
 from tests.marks import skip_module_without
 from tests.support import AttentionStack, relative_error, stack, train_step
@@ -35,9 +36,8 @@ pytestmark = pytest.mark.slow  # inductor
 
 TOKENS = 256
 
-unfused = torch._inductor.config.patch(fallback_by_default=True)
-"""Inductor's code then calls torch's own ops, so that g++ has little to compile. `FUSED` has inductor's kernels."""
 FUSED = "plain"
+"""The attention around which inductor's own kernels run."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ trains_here = pytest.mark.usefixtures("_trains_here")
 
 
 @trains_here
-@unfused
+@unfused()
 def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
     """Its self-attention, and its cross-attention with a mask of diffusers."""
     built, given = support.build("WanTransformer3DModel")
@@ -125,7 +125,7 @@ def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
 
 @trains_here
 class TestSaved:
-    @unfused
+    @unfused()
     def test_what_is_held(self) -> None:
         """The output and its statistics, to the byte."""
 
@@ -217,7 +217,7 @@ def test_a_step(way: str, name: str, device: str) -> None:
         reference = {tensor.replace("_orig_mod.", ""): value for tensor, value in reference.items()}
     else:
         reference = eagerly(build(attend), given)
-    around = nullcontext() if device == "cuda" or name == FUSED else unfused
+    around = nullcontext() if device == "cuda" or name == FUSED else unfused()
     with around, flex_on_cpu.compiled() if device == "cpu" else nullcontext(), counted_kernels() as executed:
         if way == "blocks":
             built = build(attend)
@@ -235,7 +235,7 @@ def test_a_step(way: str, name: str, device: str) -> None:
 
 
 @trains_here
-@unfused
+@unfused()
 def test_no_cache_of_compiled_code_brings_a_call_without_its_kernel() -> None:
     """The code of a block calls a kernel by a number, which means nothing to another process."""
     with (

@@ -21,6 +21,7 @@ from fastac import Policy, PolicyNotAppliedError, graph
 from fastac.graph import saved_values, torch_private
 from tests.compiler import fresh_compiler as fresh_compiler
 from tests.compiler import kernel_folder as kernel_folder
+from tests.compiler import unfused
 from tests.graph.partitioned import (
     Partitioned,
     Watched,
@@ -182,7 +183,7 @@ def test_inductor_decomposes_and_saves_no_more() -> None:
     once, again = Watched(graph.partitioner("attn_only")), Watched(REPLAY)
     with torch._functorch.config.patch(activation_memory_budget=SMALL):
         partitioned = Partitioned(model, args, once)
-    with torch._inductor.config.patch(custom_partitioner_fn=again):
+    with torch._inductor.config.patch(custom_partitioner_fn=again), unfused():
         gradients = gradients_of(model, torch.compile(partitioned, backend="inductor"), args)
     scale = max(gradient.abs().max() for gradient in reference)
     assert all((a - b).abs().max() < 1e-4 * scale for a, b in zip(gradients, reference, strict=True))
