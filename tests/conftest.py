@@ -24,6 +24,7 @@ from tests import support
 def pytest_configure() -> None:
     # Tiny tensors: more threads only wait for each other, and the order of a sum must not depend on the machine.
     torch.set_num_threads(1)
+    gc.set_threshold(10_000, 20, 20)  # traces make many objects and few cycles
 
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()

@@ -80,7 +80,7 @@ def _pinned(name: str) -> str:
 
 
 def _install(python: Path, *what: str) -> None:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *what]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
     # The releases are asked for by number: no constraint of the machine's is to choose others.
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
