@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn.attention.flex_attention as flex
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fastac.compiled import flex as compiled_flex
 from fastac.compiled import torch_private
@@ -151,9 +152,18 @@ def _apart(graph: torch.fx.Graph, target: Any, kernel: Callable[..., Any]) -> No
         graph.erase_node(node)
 
 
-def backward_apart(graph: torch.fx.Graph) -> None:
+class _BackwardApart(CustomGraphPass):
     """What fastac does with the forward, done with the backward, which inductor cannot make for a CPU."""
-    _apart(graph, _BACKWARD, _backward_math)
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        _apart(graph, _BACKWARD, _backward_math)
+
+    def uuid(self) -> str:
+        """Without it, inductor would put nothing into its cache, whatever fastac's own pass says."""
+        return "backward apart"
+
+
+backward_apart = _BackwardApart()
 
 
 def _forward_hidden(graph: torch.fx.Graph) -> None:

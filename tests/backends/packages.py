@@ -183,11 +183,13 @@ def download(name: str, folder: Path) -> None:
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as wheel:
                 wheel.extractall(unpacked, [path for path in wheel.namelist() if keep.fullmatch(path)])
-        else:  # a source release has a folder around it
+        else:
             with tarfile.open(archive) as source:
-                members = [file for file in source if file.isfile() and keep.fullmatch(file.name.partition("/")[2])]
-                source.extractall(unpacked, members, filter="data")
-            (unpacked,) = unpacked.iterdir()
+                for file in source:
+                    path = file.name.partition("/")[2]  # a source release has a folder around it
+                    if file.isfile() and keep.fullmatch(path):
+                        (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
+                        (unpacked / path).write_bytes(source.extractfile(file).read())
         try:
             unpacked.rename(unpacked_at)
         except OSError:
@@ -210,7 +212,7 @@ def main() -> None:
 
 
 def _try(name: str, folder: Path) -> str:
-    """Download a package. Returns why that failed, having said so; "" if it did not."""
+    """Download a package. If that fails, print why, and return it; else return ""."""
     full = f"{name} {PACKAGES[name].version}"
     print(f"downloading {full}", flush=True)
     try:

@@ -158,7 +158,7 @@ def test_the_compiled_step_runs_attention_once_and_needs_no_more_memory(tmp_path
             assert relative_error(found["outputs"], expected["outputs"]) < 1e-5
             for name, gradient in expected["gradients"].items():
                 assert relative_error(found["gradients"][name], gradient) < 1e-4
-        assert allocated_bytes(lambda: compiled(**inputs)).peak < 1.25 * allocated_bytes(lambda: step(**inputs)).peak
+        assert allocated_bytes(lambda: compiled(**inputs)).peak < 1.1 * allocated_bytes(lambda: step(**inputs)).peak
 
 
 # Several backwards, none
