@@ -7,7 +7,7 @@ from a cache, because the first step after a compile is where gradients went wro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,12 @@ def fresh(folder: Path) -> Iterator[None]:
     reset()
 
 
-def unfused() -> Any:
-    """Inside, or in what this decorates, inductor's code calls torch's own ops: g++ compiles few kernels, or none."""
-    return torch._inductor.config.patch(fallback_by_default=True)
+def unfused(backend: str = "inductor") -> Any:
+    """Inside, or in what this decorates, inductor's code calls torch's own ops: g++ compiles few kernels, or none.
+
+    With another backend it changes nothing, as torch 2.9 has no such option.
+    """
+    return torch._inductor.config.patch(fallback_by_default=True) if backend == "inductor" else nullcontext()
 
 
 @pytest.fixture(scope="session")

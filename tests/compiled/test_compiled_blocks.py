@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ from tests.support import assert_same, stack, stack_inputs, train_step
 )
 def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: bool | None) -> None:
     """They call the op with fake tensors. If these are recorded, the first step after a compile is wrong."""
-    with unfused() if backend == "inductor" else nullcontext():
+    with unfused(backend):
         assert_exact_and_saved(
             lambda policy: compile_blocks(small(policy), backend, dynamic),
             small_inputs(tokens=24),
