@@ -26,16 +26,22 @@ from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear
 from fastac.engine.blocks import BlockState, state_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
-from fastac.hosts import ForwardHost, FunctionHost, WrapperHost, policy_of, refuse_second
+from fastac.hosts import (
+    ENABLED,
+    ForwardHost,
+    FunctionHost,
+    WrapperHost,
+    blocks_given,
+    detach_all,
+    policy_of,
+    refuse_second,
+)
 from fastac.models.blocks import check_module, choose_blocks, grouped
 from fastac.models.catalogue import row_of
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
 
 logger = logging.getLogger("fastac")
-
-_ENABLED = "_fastac"
-"""The attribute of a model that holds its `Enabled`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +80,7 @@ class Enabled:
     def attach(self) -> None:
         """Make the model call fastac for its blocks. Raises FastacError if a host or a Linear module refuses."""
         self.host.attach()
-        vars(self.model)[_ENABLED] = self  # past __setattr__, which a class may define in its own way
+        vars(self.model)[ENABLED] = self  # past __setattr__, which a class may define in its own way
         for block in self.blocks.values():
             linear.attach(block, self.policy_of(block))
         self.wrappers.attach()
@@ -93,7 +99,7 @@ class Enabled:
                 self.model._forward_hooks_with_kwargs.pop(key, None)
                 self.model._forward_hooks_always_called.pop(key, None)
         linear.detach(self.model)
-        vars(self.model).pop(_ENABLED, None)
+        vars(self.model).pop(ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """The model's forward begins: count its regions. Raises PolicyNotAppliedError as the host does."""
@@ -254,7 +260,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     torch.compile(check_module, **options)  # raises for an unknown option, before the model is changed
     inner = check_module(model, "compile")
     enable(model, policy, blocks=blocks_given(inner, blocks), determinism_check=determinism_check)
-    enabled = vars(inner)[_ENABLED]
+    enabled = vars(inner)[ENABLED]
     compilation = compile_blocks(inner, str(enabled.policy), enabled.blocks, enabled.host.forwards, options)
     logger.info("%s", compilation)
     return compilation
@@ -294,18 +300,9 @@ def disable(model: torch.nn.Module) -> None:
     Raises:
         FastacError: the argument is not a module, or a block's forward was wrapped since.
     """
-    # A part of the model may be what was enabled.
-    for module in check_module(model, "disable").modules():
-        if (enabled := enabled_on(module)) is not None:
-            enabled.detach()
+    detach_all(check_module(model, "disable"))
 
 
 def enabled_on(model: torch.nn.Module) -> Enabled | None:
     """The `Enabled` of a model; None if it is not enabled."""
-    return vars(model).get(_ENABLED)
-
-
-def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
-    """The argument `blocks` of a call; by default that of the previous `enable`."""
-    enabled = enabled_on(model)
-    return enabled.given if blocks is None and enabled is not None else blocks
+    return vars(model).get(ENABLED)

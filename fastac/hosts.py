@@ -26,11 +26,15 @@ from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwr
 from fastac.models.switches import Switch, switches_of, transformers_switches
 from fastac.policy import BlockPolicies, Policy, saves_nothing
 
+ENABLED = "_fastac"
+"""The attribute of a model that holds its `Enabled`."""
+
 
 class Owner(Protocol):
     """What a host needs of its model's `Enabled` (hook.py), which imports this module."""
 
     model: torch.nn.Module
+    given: Any
     policy: Policy | BlockPolicies
     blocks: dict[str, torch.nn.Module]
     options: dict[str, Any]
@@ -40,6 +44,23 @@ class Owner(Protocol):
 
     def check_once_all_ran(self) -> None:
         """Raise PolicyNotAppliedError if every block ran and none of them saved anything."""
+
+    def detach(self) -> None:
+        """Leave the model as it was before `attach`."""
+
+
+def detach_all(model: torch.nn.Module) -> None:
+    """Undo `enable` on a model and its parts. Raises FastacError if a block's forward was wrapped since."""
+    # A part of the model may be what was enabled.
+    for module in model.modules():
+        if (enabled := vars(module).get(ENABLED)) is not None:
+            enabled.detach()
+
+
+def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
+    """The argument `blocks` of a call; by default that of the previous `enable`."""
+    enabled: Owner | None = vars(model).get(ENABLED)
+    return enabled.given if blocks is None and enabled is not None else blocks
 
 
 def policy_of(policy: Policy | BlockPolicies, function: Any) -> Policy:

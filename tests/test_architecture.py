@@ -29,10 +29,11 @@ FLOORS = (
     "compiled",
     "checkpointing",
     "hosts",
+    "verification.tables",
+    "planning",
     "hook",
     "verification",
     "graph",
-    "planning",
     "cli",
 )
 """Modules and folders, from below: what stands here imports from its own floor and from those before it.

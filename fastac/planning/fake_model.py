@@ -12,7 +12,7 @@ import torch
 from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
-from fastac.hook import blocks_given, disable
+from fastac.hosts import blocks_given, detach_all
 from fastac.models.blocks import choose_blocks, unwrapped
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.fake_values import KnownValues
@@ -88,7 +88,7 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     fake_device = like.device if like.device.type == trains_on else torch.device("cpu")
     copied = faked(unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=fake_device))
     blocks = blocks_given(copied, blocks)
-    disable(copied)  # what is enabled on the model is not simulated
+    detach_all(copied)  # what is enabled on the model is not simulated
     containers = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False
