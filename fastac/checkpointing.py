@@ -26,7 +26,7 @@ from fastac.compiled import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observation import Observation
 from fastac.diagnosis.observer import PassThrough
-from fastac.engine import buffers, interception, kinds, linear, torch_private
+from fastac.engine import buffers, interception, kinds, linear, offload, torch_private
 from fastac.engine.blocks import (
     block_of,
     describe,
@@ -36,7 +36,6 @@ from fastac.engine.blocks import (
     signature,
     state_of,
 )
-from fastac.engine.offload import Stash
 from fastac.engine.process import process
 from fastac.engine.region import Region
 from fastac.engine.results import Kind, RegionResult
@@ -224,8 +223,8 @@ class _RegionCall:
         tape = observation = stash = None
         if is_nested and policy.saves_nothing:  # under other policies the tape raises
             diagnosis.warn_of_reentrant(function, policy)
-        if policy.offload and not is_nested:
-            stash = Stash(policy, function, state, (*self.args, *self.kwargs.values()))
+        if not is_nested and offload.has_stash(policy):
+            stash = offload.Stash(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.is_watched(self.kind)

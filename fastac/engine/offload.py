@@ -1,8 +1,9 @@
 """Moves what a region stores to host memory between its forward and its recompute.
 
-When a region begins, the region `keep` places before it is offloaded, so that the last regions of a forward stay on the
-device. A recompute waits until its own copies are back, and prefetches the copies of the region before it in the
-forward, which backward needs next. Each thread reloads for itself. Storages move, not tensors: views share one copy.
+When a region begins, the region `keep` places before it is offloaded, if its policy says so. So the last regions of a
+forward stay on the device. A recompute waits until its own copies are back, and prefetches the copies of the region
+before it in the forward, which backward needs next. Each thread reloads for itself. Storages move, not tensors: views
+share one copy.
 """
 
 from __future__ import annotations
@@ -125,6 +126,12 @@ class StashedTensor:
         return tensor
 
 
+def has_stash(policy: Policy) -> bool:
+    """Whether a region that begins needs a stash: it offloads, or a region before it in the same forward does."""
+    # The regions behind one that offloads say when it leaves, and when its copies back begin.
+    return bool(policy.offload) or (process.thread.latest is not None and process.thread.latest() is not None)
+
+
 class Stash:
     """Everything that one region may offload.
 
@@ -138,7 +145,7 @@ class Stash:
     """
 
     def __init__(self, policy: Policy, function: Any, state: BlockState, inputs: Iterable[Any]) -> None:
-        if torch_private.saved_tensors_hooks() is not None:
+        if policy.offload and torch_private.saved_tensors_hooks() is not None:
             raise FastacError(
                 f"{policy}: {describe(function)} runs under saved_tensors_hooks of yours (save_on_cpu?), which would "
                 f"move what offload moves. Leave them out, or leave offload out."
@@ -156,11 +163,15 @@ class Stash:
         # The region before this one in the forward.
         self.previous: weakref.ref[Stash] | None = None
         self.transfers = state.transfers = Transfers()
-        process.thread.on_device = [region for region in process.thread.on_device if region() is not None]
-        while len(process.thread.on_device) >= policy.keep:
-            earlier = process.thread.on_device.pop(0)()
-            if earlier is not None:
-                earlier.offload()
+        # The number of regions that began after this one.
+        self.later = 0
+        earlier = [stash for region in process.thread.on_device if (stash := region()) is not None]
+        for stash in earlier:
+            stash.later += 1
+        process.thread.on_device = [stash.reference for stash in earlier if stash.later < stash.policy.keep]
+        for stash in earlier:
+            if stash.later >= stash.policy.keep:
+                stash.offload()
 
     def take_input(self, value: Any) -> Any:
         """Take an input of the region. Returns a StashedTensor, or the input itself if it cannot move."""

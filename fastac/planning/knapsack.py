@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastac.planning.timeline import Candidate
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    _Integers = npt.NDArray[np.int64]
 
 POINTS = 2**19
 """The longest list of sums that is not thinned. A longer list keeps the best sum in each of so many intervals of bytes.
@@ -30,21 +24,21 @@ those of HunyuanVideo, unless its modulation is listed: outputs of one token, wh
 Marks = set[str | int]
 """Saved outputs of one block: names of Linear modules, and the fewest keys over which attention is saved."""
 
-_Levels = tuple[tuple[int, int], ...]
+Levels = tuple[tuple[int, int], ...]
 """Bytes and flops at each level of a part, ascending from (0, 0), which saves nothing."""
 
 
-_Part = tuple[str, tuple[str | int, ...]]
+Part = tuple[str, tuple[str | int, ...]]
 """One decision about a block: the block, and the marks of the levels above (0, 0).
 
 The marks are the name of a Linear module, or numbers of keys.
 """
 
 
-class _EqualParts(NamedTuple):
+class EqualParts(NamedTuple):
     """Parts with equal levels. All of them take the same level."""
 
-    levels: _Levels
+    levels: Levels
     number: int
 
 
@@ -59,13 +53,10 @@ def choose_outputs(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dic
     """
     pools = _pools(blocks)
     steps = _steps(pools)
-    sums, _, origins = _undominated(steps, limit)
-    chosen: dict[_Levels, list[int]] = {levels: [] for levels in pools}
-    # The last sum has the most flops. Walk back from it: its origin says which level each step took.
-    point = len(sums) - 1
-    for step, (origin, starts) in zip(reversed(steps), reversed(origins), strict=True):
-        level = int(starts.searchsorted(origin[point], side="right")) - 1
-        point = int(origin[point] - starts[level])
+    sums = Sums(steps, limit)
+    chosen: dict[Levels, list[int]] = {levels: [] for levels in pools}
+    # The last sum has the most flops.
+    for step, level in zip(steps, sums.levels(len(steps), len(sums.bytes[-1]) - 1), strict=True):
         chosen[step.levels] += [level] * step.number
     marks_of: dict[str, Marks] = {block: set() for block in blocks}
     for levels, parts in pools.items():
@@ -82,33 +73,42 @@ def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> lis
     Limits with the same best choice are one point. All points are from one list, which `POINTS` bounds as in
     `choose_outputs`.
     """
-    sums, flops, _ = _undominated(_steps(_pools(blocks)), sys.maxsize)
+    all_sums = Sums(_steps(_pools(blocks)), sys.maxsize)
+    sums, flops = all_sums.bytes[-1], all_sums.flops[-1]
     limits = [int(sums[-1]) * number // (points - 1) for number in range(points)]
     indices = dict.fromkeys(sums.searchsorted(limits, side="right") - 1)
     return [(int(sums[index]), int(flops[index])) for index in indices]
 
 
-def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Part]]:
+def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[Levels, list[Part]]:
     """Levels -> all parts that have them and save any flops, the parts of the last block first."""
-    pools: dict[_Levels, list[_Part]] = {}
+    pools: dict[Levels, list[Part]] = {}
     for block, outputs in reversed(list(blocks.items())):
-        # A ladder is a list of marks, each of which includes those before it. A Linear module has a ladder of one rung.
-        names = dict.fromkeys(out.name for out in outputs if not out.keys)
-        ladders: list[tuple[str | int, ...]] = [(name,) for name in names]
-        # Attention has one ladder: first over the most keys, which saves the most flops for a byte, then over fewer.
-        ladders.append(tuple(sorted({out.keys for out in outputs if out.keys}, reverse=True)))
-        for marks in ladders:
-            levels = [(0, 0)]
-            for mark in marks:
-                added = [out for out in outputs if mark == (out.keys or out.name)]
-                size, flops = levels[-1]
-                levels.append((size + sum(out.bytes for out in added), flops + sum(out.flops for out in added)))
-            if levels[-1][1]:
-                pools.setdefault(tuple(levels), []).append((block, marks))
+        for levels, marks in ladders(outputs):
+            pools.setdefault(levels, []).append((block, marks))
     return pools
 
 
-def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_EqualParts]:
+def ladders(outputs: Sequence[Candidate]) -> list[tuple[Levels, tuple[str | int, ...]]]:
+    """The parts of one block that save any flops: their levels, and the marks of the levels above (0, 0)."""
+    # A ladder is a list of marks, each of which includes those before it. A Linear module has a ladder of one rung.
+    names = dict.fromkeys(out.name for out in outputs if not out.keys)
+    rungs: list[tuple[str | int, ...]] = [(name,) for name in names]
+    # Attention has one ladder: first over the most keys, which saves the most flops for a byte, then over fewer.
+    rungs.append(tuple(sorted({out.keys for out in outputs if out.keys}, reverse=True)))
+    parts = []
+    for marks in rungs:
+        levels = [(0, 0)]
+        for mark in marks:
+            added = [out for out in outputs if mark == (out.keys or out.name)]
+            size, flops = levels[-1]
+            levels.append((size + sum(out.bytes for out in added), flops + sum(out.flops for out in added)))
+        if levels[-1][1]:
+            parts.append((tuple(levels), marks))
+    return parts
+
+
+def _steps(pools: Mapping[Levels, Sequence[Part]]) -> list[EqualParts]:
     """Steps that can bring every number of parts to every level.
 
     With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers. With more, each part is a step.
@@ -118,36 +118,68 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_EqualParts]:
     for levels in sorted(pools, key=lambda levels: (len(levels) > 2, levels[-1]), reverse=True):
         rest, chunk = len(pools[levels]), 1
         while rest:
-            steps.append(_EqualParts(levels, min(rest, chunk)))
+            steps.append(EqualParts(levels, min(rest, chunk)))
             rest -= steps[-1].number
             chunk *= 2 if len(levels) == 2 else 1
     return steps
 
 
-def _undominated(steps: Sequence[_EqualParts], limit: int) -> tuple[_Integers, _Integers, list[tuple[Any, Any]]]:
-    """Bytes and flops of all sums within a limit for which no other sum has as many flops and no more bytes, ascending.
+class Sums:
+    """Bytes and flops of all undominated sums of the first steps, by number of steps; the last are those of all steps.
 
-    The third value has the origins of the sums of each step. They are indices into one list: the sums of the step
-    before, repeated for every level. With them stands the index at which each level starts in that list.
+    A sum stays in the list if no other has as many flops and no more bytes. Sums ascend in both.
+
+    Args:
+        limit: the most bytes of a sum.
+        points: the longest list that is not thinned, as `POINTS`.
+        every: whether the sums of fewer steps than all stay, too.
+        before: for each level of each step, the largest sum of the steps before it; by default any within `limit`.
     """
-    import numpy as np  # not before a plan: the rest of fastac needs none
 
-    sums, flops = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    limit = min(limit, sum(step.levels[-1][0] * step.number for step in steps))
-    unit = limit // POINTS + 1
-    origins = []
-    for levels, number in steps:
-        added = [(size * number, gain * number) for size, gain in levels]
-        # ends: for each level, how many of the sums so far can take it and stay within the limit.
-        ends = [int(np.searchsorted(sums, limit - size, side="right")) for size, _ in added]
-        reached = np.concatenate([sums[:end] + size for end, (size, _) in zip(ends, added, strict=True)])
-        gained = np.concatenate([flops[:end] + gain for end, (_, gain) in zip(ends, added, strict=True)])
-        # By bytes, ascending: a sum stays if it has more flops than every sum before it.
-        order = np.argsort(reached, kind="stable")
-        order = order[np.diff(np.maximum.accumulate(gained[order]), prepend=-1) > 0]
-        # Flops ascend now, so of sums with equal bytes, or in one interval of them, the last is the best.
-        interval = reached[order] if len(order) <= POINTS else -(-reached[order] // unit)
-        order = order[np.diff(interval, append=-1) != 0]
-        sums, flops = reached[order], gained[order]
-        origins.append((order.astype(np.int32), np.cumsum([0, *ends[:-1]])))
-    return sums, flops, origins
+    def __init__(
+        self,
+        steps: Sequence[EqualParts],
+        limit: int,
+        points: int = POINTS,
+        every: bool = False,
+        before: Sequence[Sequence[int]] = (),
+    ) -> None:
+        import numpy as np  # not before a plan: the rest of fastac needs none
+
+        sums, flops = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        limit = min(limit, sum(step.levels[-1][0] * step.number for step in steps))
+        unit = limit // points + 1
+        self.bytes, self.flops = [sums], [flops]
+        # For each step, the origins of its sums. They are indices into one list: the sums of the step before, repeated
+        # for every level. With them stands the index at which each level starts in that list.
+        self._origins: list[tuple[Any, Any]] = []
+        for index, (levels, number) in enumerate(steps):
+            added = [(size * number, gain * number) for size, gain in levels]
+            largest = [limit - size for size, _ in added]
+            if before:
+                largest = list(map(min, largest, before[index]))
+            # ends: for each level, how many of the sums so far can take it and stay within the limits.
+            ends = [int(end) for end in np.searchsorted(sums, largest, side="right")]
+            reached = np.concatenate([sums[:end] + size for end, (size, _) in zip(ends, added, strict=True)])
+            gained = np.concatenate([flops[:end] + gain for end, (_, gain) in zip(ends, added, strict=True)])
+            # By bytes, ascending: a sum stays if it has more flops than every sum before it.
+            order = np.argsort(reached, kind="stable")
+            order = order[np.diff(np.maximum.accumulate(gained[order]), prepend=-1) > 0]
+            # Flops ascend now, so of sums with equal bytes, or in one interval of them, the last is the best.
+            interval = reached[order] if len(order) <= points else -(-reached[order] // unit)
+            order = order[np.diff(interval, append=-1) != 0]
+            sums, flops = reached[order], gained[order]
+            if not every:
+                self.bytes, self.flops = [], []
+            self.bytes.append(sums)
+            self.flops.append(flops)
+            self._origins.append((order.astype(np.int32), np.cumsum([0, *ends[:-1]])))
+
+    def levels(self, count: int, point: int) -> list[int]:
+        """The level of each of the first `count` steps in one of their sums. point: the index of the sum."""
+        levels = []
+        # Walk back from the sum: its origin says which level each step took.
+        for origin, starts in reversed(self._origins[:count]):
+            levels.append(int(starts.searchsorted(origin[point], side="right")) - 1)
+            point = int(origin[point] - starts[levels[-1]])
+        return levels[::-1]

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +71,7 @@ class HeldStorage:
 class HostCopy(NamedTuple):
     """Bytes of one region that are only on the host from `left` to `returns`."""
 
+    region: str
     bytes: int
     # Copies to the host begin, and have ended.
     leaves: Moment
@@ -83,6 +84,14 @@ class HostCopy(NamedTuple):
 def block_name(region: str) -> str:
     """The name of the block that a region is a call of."""
     return region.partition("#")[0]
+
+
+def _is_saved(policy: Policy, candidate: Candidate) -> bool:
+    if candidate.keys:
+        return policy.saves(candidate.keys)
+    if candidate.name == EXCHANGED:
+        return policy.saves_collectives
+    return bool(candidate.name) and policy.saves_linear(candidate.name)
 
 
 @dataclasses.dataclass
@@ -113,23 +122,25 @@ class Timeline:
         self._gradients = np.array([event.bytes * event.gradient for event in self.events], np.int64)
         self._change = np.array([event.change for event in self.events], np.int64)
         self._owner = np.array([self._numbers.get(event.candidate, -1) for event in self.events], np.int64)
+        self._saved: dict[tuple[str, Policy], dict[Place, Candidate]] = {}
 
     def saved(self, policies: Policies) -> dict[Place, Candidate]:
         """The candidates that policies save."""
 
-        def is_saved(policy: Policy, candidate: Candidate) -> bool:
-            if candidate.keys:
-                return policy.saves(candidate.keys)
-            if candidate.name == EXCHANGED:
-                return policy.saves_collectives
-            return bool(candidate.name) and policy.saves_linear(candidate.name)
+        saved: dict[Place, Candidate] = {}
+        for region in self.candidates:
+            saved |= self.saved_by(region, policies[block_name(region)])
+        return saved
 
-        return {
-            (region, index): candidate
-            for region, candidates in self.candidates.items()
-            for index, candidate in enumerate(candidates)
-            if is_saved(policies[block_name(region)], candidate)
-        }
+    def saved_by(self, region: str, policy: Policy) -> dict[Place, Candidate]:
+        """The candidates of a region that a policy saves."""
+        # A search asks for thousands of mixtures of a few policies.
+        found = self._saved.get((region, policy))
+        if found is None:
+            candidates = enumerate(self.candidates[region])
+            found = {(region, index): candidate for index, candidate in candidates if _is_saved(policy, candidate)}
+            self._saved[region, policy] = found
+        return found
 
     def saved_bytes(self, policies: Policies) -> int:
         """Bytes of the candidates that policies save."""
@@ -141,7 +152,18 @@ class Timeline:
 
     def peak(self, policies: Policies, gradient_shards: int = 1) -> int:
         """The most bytes alive at one time. gradient_shards: GPUs that share the gradients of parameters."""
-        return int(self._deltas(policies, gradient_shards).cumsum().max(initial=0))
+        return int(self.alive(policies, gradient_shards).max(initial=0))
+
+    def alive(self, policies: Policies, gradient_shards: int = 1) -> np.ndarray:
+        """The bytes alive after each event."""
+        return self._deltas(policies, gradient_shards).cumsum()
+
+    def added(self, places: Iterable[Place]) -> np.ndarray:
+        """By how many bytes each event changes what saved candidates add to full checkpointing."""
+        is_saved = self._unsaved.copy()
+        is_saved[[self._numbers[place] for place in places]] = 1
+        added: np.ndarray = self._change * is_saved[self._owner]
+        return added
 
     def recomputed(self, policies: Policies) -> int:
         """FLOPs of recompute."""
@@ -150,14 +172,15 @@ class Timeline:
     def host_copies(self, policies: Policies) -> list[HostCopy]:
         """Copies to host memory and back, one entry for each region that offloads, as `fastac.engine.offload` does it.
 
-        When a region begins, the region `keep` places before it starts to copy to the host, with all that are still on
-        the device before that. A copy is assumed to end when the next region begins, or the forward ends. A region
-        returns while the region after it is recomputed. A storage leaves with the last region that holds it. It stays
-        if one of these regions does not offload it.
+        When a region begins, the region `keep` places before it starts to copy to the host. A copy is assumed to end
+        when the next region begins, or the forward ends. A region returns while the region after it that offloads is
+        recomputed. A storage leaves with the last region that holds it. It stays if one of these regions does not
+        offload it.
         """
         policy = {region: policies[block_name(region)] for region in self.begins}
+        regions = [region for region in self.begins if policy[region].checkpoints]
         # A region that begins only once is not recomputed: it holds nothing that could leave.
-        order = [region for region, begins in self.begins.items() if len(begins) > 1 and policy[region].offload]
+        order = [region for region in regions if len(self.begins[region]) > 1]
         numbers = {region: number for number, region in enumerate(order)}
         saved, sizes = self.saved(policies), Counter[int]()
         for storage in self.storages:
@@ -170,17 +193,17 @@ class Timeline:
             stays = len(storage.inputs_of) > 1 or storage.bytes < offload.SMALLEST
             if leaves_with and all(leaves_with.values()) and not stays:
                 sizes[max(leaves_with)] += storage.bytes
-        copies, first = [], 0  # first: the first region that has not left
-        moments = [self.begins[region] for region in order]
-        ends = [*(forward for forward, _ in moments[1:]), Moment(self.forward_ends - 1, self.flops["forward"])]
-        for number, region in enumerate(order):
-            for gone in range(first, number - policy[region].keep + 1):
-                (leaves, _), (_, returned) = moments[number], moments[gone]
-                # The next region need not be the one that is recomputed right before: backward may take another order.
-                returns = min(moments[gone + 1][1], returned, key=lambda moment: moment.event)
-                copies.append(HostCopy(sizes[gone], leaves, ends[number], returns, returned))
-                first = gone + 1
-        return [host_copy for host_copy in copies if host_copy.bytes]
+        forwards = [self.begins[region][0] for region in regions]
+        forwards.append(Moment(self.forward_ends - 1, self.flops["forward"]))
+        copies = []
+        for number, region in enumerate(regions):
+            leaves, size = number + policy[region].keep, sizes[numbers[region]] if region in numbers else 0
+            if size and leaves + 1 < len(forwards):
+                # The next region need not be recomputed right before this one: backward may take another order.
+                recomputes = [self.begins[later][1] for later in order[numbers[region] :][:2]]
+                returns = min(recomputes, key=lambda moment: moment.event)
+                copies.append(HostCopy(region, size, forwards[leaves], forwards[leaves + 1], returns, recomputes[0]))
+        return copies
 
     def bytes_per_flop(self, policies: Policies) -> float:
         """The most bytes that are copied in one direction per FLOP that runs meanwhile."""
@@ -222,6 +245,7 @@ class Timeline:
             region: list(map(of_fields, listed, other.candidates[region])) for region, listed in self.candidates.items()
         }
         step.storages = list(map(of_fields, self.storages, other.storages))
+        step._saved = {}
         step._bytes, step._change = between(self._bytes, other._bytes), between(self._change, other._change)
         step._gradients = between(self._gradients, other._gradients)
         return step
@@ -235,9 +259,7 @@ class Timeline:
 
     def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
         """By how many bytes each event changes what is alive on the device."""
-        is_saved = self._unsaved.copy()
-        is_saved[[self._numbers[place] for place in self.saved(policies)]] = 1
-        deltas: np.ndarray = self._bytes + self._change * is_saved[self._owner]
+        deltas: np.ndarray = self._bytes + self.added(self.saved(policies))
         if gradient_shards > 1:
             deltas += self._gradients // gradient_shards - self._gradients
         for host_copy in self.host_copies(policies):
