@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastac.errors import readable_bytes
 from fastac.planning import knapsack
 from fastac.planning.forecast import Forecast, policy_of
 from fastac.planning.knapsack import EqualParts, Sums
@@ -72,7 +73,7 @@ def choose(
         linear: whether outputs of Linear modules may be saved.
         gradient_shards: by default the number of GPUs; a large number if the gradients are allocated already.
     """
-    search = _Search(forecast, room, linear, gradient_shards or forecast.gpus)
+    search = _Places(forecast, room, linear, gradient_shards or forecast.gpus)
     # Without checkpointing nothing is run again either, and nothing has to be stored and put back. It holds more than
     # all outputs that could be saved.
     if search.everything_fits() and search.step_without_checkpointing() <= room.memory:
@@ -83,7 +84,7 @@ def choose(
     return found
 
 
-class _Search:
+class _Places:
     """A search for the policies of all blocks of one model on one size of inputs."""
 
     def __init__(self, forecast: Forecast, room: Room, linear: bool, gradient_shards: int) -> None:
@@ -230,7 +231,7 @@ class _Search:
 class _HostPart:
     """What the first blocks take to the host."""
 
-    def __init__(self, search: _Search, spare: Sequence[float]) -> None:
+    def __init__(self, search: _Places, spare: Sequence[float]) -> None:
         """spare: for each block, the bytes that its copies may have besides its inputs."""
         self.search, self.spare = search, spare
         self.sizes = sorted({level.bytes for levels in search.levels for level in levels})
@@ -277,3 +278,19 @@ def levels_of(outputs: tuple[tuple[str, int, int, int], ...], exchanged: int, mo
 def _sums(levels: Sequence[Sequence[Level]], limit: int, points: int, before: Sequence[Sequence[int]] = ()) -> Sums:
     parts = [EqualParts(tuple((level.bytes, level.flops) for level in block), 1) for block in levels]
     return Sums(parts, limit, points, every=True, before=before)
+
+
+def missing(forecast: Forecast, room: Room, *, gradient_shards: int | None = None) -> str:
+    """Why nothing fits a room, and what would fit. The arguments are those of `choose`."""
+    shards = gradient_shards or forecast.gpus
+    places = (False, True) if room.host else (False,)
+    peaks = [forecast.full.peak(forecast.policies(Policy("full", offload=offload)), shards) for offload in places]
+    # Gradients do not grow with the tokens, and nearly everything else that a step allocates does.
+    gradients = forecast.gradients if shards == forecast.gpus else 0
+    share = (room.memory - gradients) / max(1, min(peaks) - gradients)
+    return (
+        f"a step takes {readable_bytes(min(peaks))} at least, and {readable_bytes(max(0, room.memory))} are there for "
+        f"it. "
+        + (f"About {share:.0%} of the tokens would fit" if share > 0.01 else "Not even a few tokens would fit")
+        + ": fewer frames, a smaller size or batch, LoRA, or more GPUs that share the weights."
+    )

@@ -128,7 +128,9 @@ class Timeline:
         """The candidates that policies save."""
 
         saved: dict[Place, Candidate] = {}
-        for region in self.candidates:
+        for region in filter(
+            self.candidates.get, self.candidates
+        ):  # a UNet runs parts of its blocks: these save nothing
             saved |= self.saved_by(region, policies[block_name(region)])
         return saved
 
