@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
     from fastac.hook import compile, disable, enable, first_blocks  # noqa: A004 as torch.compile
-    from fastac.planning import Plan, plan
+    from fastac.planning import Auto, Plan, plan
     from fastac.policy import Policy
     from fastac.registry import AttentionOp, OpaqueFunction, Row, register
     from fastac.verification.report import Report, report
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOp",
+    "Auto",
     "Compilation",
     "FastacError",
     "OpaqueFunction",

@@ -24,7 +24,7 @@ from fastac.compiled.blocks import Compilation, compile_blocks
 from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear
-from fastac.engine.blocks import BlockState, state_of
+from fastac.engine.blocks import BlockState, inside, is_compiled, state_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.hosts import (
     ENABLED,
@@ -39,9 +39,14 @@ from fastac.hosts import (
 from fastac.models.blocks import check_module, choose_blocks, grouped
 from fastac.models.catalogue import row_of
 from fastac.models.switches import is_by_forward, switches_of
-from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
+from fastac.planning.auto import Auto, Choice, Planner
+from fastac.policy import DISABLED, NAMED, BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
 
 logger = logging.getLogger("fastac")
+
+
+AnyPolicy = str | Policy | Auto | Planner | Mapping[str, str | Policy]
+"""What `enable` takes for a policy. A Planner is that of an earlier `enable`, with its plans."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,6 +61,8 @@ class Enabled:
     host_class: dataclasses.InitVar[type[FunctionHost] | type[ForwardHost]]
     given: Any = None
     """The argument `blocks` of `enable`."""
+    planner: Planner | None = None
+    """Under policy "auto": it chooses `policy` when a forward begins."""
     opened: int = 0
     """The number of regions that the running forward of the model has opened."""
     saved: bool = False
@@ -71,8 +78,15 @@ class Enabled:
         """The policy of a block: the module, a bound method of it, or the compiled block."""
         return policy_of(self.policy, function)
 
-    def policy_as_given(self) -> Policy | dict[str, Policy]:
+    @property
+    def policy_name(self) -> str:
+        """The policy in words."""
+        return str(self.policy) if self.planner is None else "auto"
+
+    def policy_as_given(self) -> Policy | Planner | dict[str, Policy]:
         """The policy as `enable` takes it: a mapping of block names if blocks have policies of their own."""
+        if self.planner is not None:
+            return self.planner
         if isinstance(self.policy, Policy):
             return self.policy
         return {name: self.policy_of(block) for name, block in self.blocks.items()}
@@ -84,7 +98,7 @@ class Enabled:
         for block in self.blocks.values():
             linear.attach(block, self.policy_of(block))
         self.wrappers.attach()
-        self.model.register_forward_pre_hook(self.before_forward)
+        self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         self.model.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
         out_of_memory.watch_backward()
 
@@ -96,17 +110,46 @@ class Enabled:
             # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
+                self.model._forward_pre_hooks_with_kwargs.pop(key, None)
                 self.model._forward_hooks_with_kwargs.pop(key, None)
                 self.model._forward_hooks_always_called.pop(key, None)
         linear.detach(self.model)
         vars(self.model).pop(ENABLED, None)
 
-    def before_forward(self, model: torch.nn.Module, args: Any) -> None:
-        """The model's forward begins: count its regions. Raises PolicyNotAppliedError as the host does."""
+    def before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """The model's forward begins: count its regions, and plan. Raises PolicyNotAppliedError as the host does."""
         if not torch.compiler.is_compiling():
             self.opened = 0
             if torch.is_grad_enabled():
                 self.host.before_forward()
+                if self.planner is not None and self.host.is_on and not self.host.is_replaced:
+                    choice = self.planner.before_forward(self.model, args, kwargs, self.saves_linear)
+                    if choice is not None:
+                        self.take(choice)
+
+    def saves_linear(self) -> bool:
+        """Whether the blocks can save outputs of Linear modules: compiled ones cannot."""
+        forwards = [replaced.forward for replaced in self.host.forwards.values()]
+        return not any(map(is_compiled, [*self.blocks.values(), *forwards]))
+
+    def take(self, choice: Choice) -> None:
+        """Give the blocks the policies of a choice."""
+        if choice.policies is None:
+            self.policy = NAMED["attn_only"]
+        else:
+            # A UNet calls parts of its blocks, and the plan names these.
+            modules = {name: inside(self.model.get_submodule(name)) for name in choice.policies} | self.blocks
+            self.policy = BlockPolicies(
+                (getattr(module, "_orig_mod", module), choice.policies.get(name, NAMED["attn_only"]))
+                for name, module in modules.items()
+            )
+        for replaced in self.host.forwards.values():
+            replaced.policy = self.policy_of(replaced.block)
+        offloading = sum(bool(self.policy_of(block).offload) for block in self.blocks.values())
+        for block in self.blocks.values():
+            state_of(block).offloading = offloading
+            linear.attach(block, self.policy_of(block))
+        self.saved = saves_nothing(self.policy)
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
@@ -114,6 +157,8 @@ class Enabled:
         if outputs is None and not torch.compiler.is_compiling() and (error := sys.exc_info()[1]) is not None:
             out_of_memory.explain(error)
             return
+        if self.planner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.planner.after_forward(outputs)
         if not torch.is_grad_enabled() or saves_nothing(self.policy):
             return
         replaced = self.host.is_replaced
@@ -135,6 +180,9 @@ class Enabled:
 
     def check_once_all_ran(self) -> None:
         """Call `check_saved` once all blocks ran: a trainer may call the blocks itself, without the model's forward."""
+        if self.planner is not None and self.planner.latest is None:
+            said = "only its blocks are called, not its forward: without its inputs there is no plan"
+            kinds.warn_once(self.model, "auto", f'policy "auto": {class_name(self.model)}: {said}, so "attn_only"')
         if all(state_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
             self.check_saved()
 
@@ -155,7 +203,7 @@ class Enabled:
 
 def enable(
     model: torch.nn.Module,
-    policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
+    policy: AnyPolicy = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
     determinism_check: str = "default",
@@ -168,7 +216,8 @@ def enable(
         model: a diffusers model, or any module with `blocks`. May be inside DistributedDataParallel, FSDP,
             torch.compile's OptimizedModule or a PeftModel.
         policy: "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these
-            (the first match counts), with "none" for blocks that are not to be checkpointed.
+            (the first match counts), with "none" for blocks that are not to be checkpointed. "auto", or a fastac.Auto,
+            plans the fastest step that fits the device, when the first forward begins.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
             module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. The
             default is the `blocks` of the previous `enable`, or else the model's only module list whose members hold
@@ -194,6 +243,10 @@ def enable(
     by_forward = is_by_forward(model, blocks)
     containers = choose_blocks(model, blocks, outer)
     before = enabled_on(model)
+    planner = None
+    if isinstance(policy, (Auto, Planner)) or policy == "auto":
+        policy = Auto() if isinstance(policy, str) else policy
+        planner, policy = policy if isinstance(policy, Planner) else Planner(policy), "attn_only"
     if by_forward:
         refuse_second(model, None if before is None else before.host)
     named = {name: block for container in containers for name, block in container.blocks.items()}
@@ -204,7 +257,9 @@ def enable(
     # The check below asks which ops this process has.
     prepare()
     check_backends(model, named, selected)
-    enabled = Enabled(model, selected, determinism_check, named, ForwardHost if by_forward else FunctionHost, blocks)
+    planner = None if DISABLED else planner
+    host_class = ForwardHost if by_forward else FunctionHost
+    enabled = Enabled(model, selected, determinism_check, named, host_class, blocks, planner)
     policies = {block: enabled.policy_of(block) for block in named.values()}
     linear.check_names(model, policies, are_guessed=not by_forward and row_of(model) is None)
     # Everything that can be refused without a change to the model was refused above.
@@ -222,14 +277,16 @@ def enable(
         # The object stays, because regions whose backward is still to come hold it.
         vars(state_of(block)).update(vars(BlockState(f"{class_name(model)}.{name}", offloading)))
         kinds.forget_kinds(block)  # the next regions of its class are first ones, and are observed
-    logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
+    if planner is not None and planner.latest is not None:
+        enabled.take(planner.latest)
+    logger.info("%s: policy %s, %d blocks", class_name(model), enabled.policy_name, len(named))
     for remark in ignored_backends(model, named):
         kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
 
 
 def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch.compile
     model: torch.nn.Module,
-    policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
+    policy: AnyPolicy = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
     determinism_check: str = "default",
@@ -261,7 +318,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     inner = check_module(model, "compile")
     enable(model, policy, blocks=blocks_given(inner, blocks), determinism_check=determinism_check)
     enabled = vars(inner)[ENABLED]
-    compilation = compile_blocks(inner, str(enabled.policy), enabled.blocks, enabled.host.forwards, options)
+    compilation = compile_blocks(inner, enabled.policy_name, enabled.blocks, enabled.host.forwards, options)
     logger.info("%s", compilation)
     return compilation
 

@@ -15,6 +15,7 @@ import torch
 from fastac.engine import torch_private
 from fastac.engine.blocks import describe
 from fastac.engine.offload import StashedStorage, StashedTensor
+from fastac.engine.process import process
 from fastac.engine.region import Region
 from fastac.engine.tape import Packed
 from fastac.errors import FastacError, is_out_of_memory, readable_bytes
@@ -37,6 +38,7 @@ def explain(error: BaseException) -> None:
     """Add a note to an error if it says that memory ran out; below Python 3.11, log the note."""
     if not is_out_of_memory(error) or any("fastac" in note for note in getattr(error, "__notes__", ())):
         return
+    process.out_of_memory += 1
     try:
         note = _note(error)
     except Exception as problem:  # noqa: BLE001 there is little memory left, and this must not hide the error

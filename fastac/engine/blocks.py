@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class BlockState:
     """Policy and input signature of its latest region. None makes the next region look for its kind again."""
     kind: Kind | None = None
     """The kind of its latest region."""
+    attached: set[Sequence[str]] = dataclasses.field(default_factory=set)
+    """Names of Linear modules, as policies have them, whose modules have hooks."""
     watched: dict[Kind, int] = dataclasses.field(default_factory=dict)
     """Kinds in which a region made fewer attention calls than the first: how many regions are still to be observed.
     They may call attention that no op shows. 0: fewer calls are normal (layer drop, a branch)."""

@@ -49,18 +49,18 @@ def _kind_of_any_shape(known: dict[object, Kind], key: tuple[object, ...]) -> Ki
 
     A run whose lengths never repeat would observe every region otherwise.
     """
-    without_shapes = _without_shapes(key)
-    kind = known.get(without_shapes)
+    shapeless = without_shapes(key)
+    kind = known.get(shapeless)
     if kind is None or not _covers(kind, key):
         # A copy of the values: other threads may add kinds. A key without shapes is never one of those that are alike.
-        alike = [kind for kind in list(known.values()) if kind.first and _without_shapes(kind.key) == without_shapes]
+        alike = [kind for kind in list(known.values()) if kind.first and without_shapes(kind.key) == shapeless]
         judged = [kind for kind in alike if kind.is_judged]
-        kind = _common(without_shapes, judged, math.inf)
+        kind = _common(shapeless, judged, math.inf)
         if kind is None:
             # Attention in them was too short to be saved. A smaller input cannot make it longer.
-            kind = _common(without_shapes, alike, max((_elements(kind.key) for kind in alike), default=0))
+            kind = _common(shapeless, alike, max((elements_in(kind.key) for kind in alike), default=0))
         if kind is not None:
-            known[without_shapes] = kind
+            known[shapeless] = kind
     return kind if kind is not None and _covers(kind, key) else None
 
 
@@ -77,21 +77,21 @@ def _common(key: tuple[object, ...], alike: Sequence[Kind], elements: float) -> 
 
 
 def _covers(kind: Kind, key: object) -> bool:
-    return kind.elements == math.inf or _elements(key) <= kind.elements
+    return kind.elements == math.inf or elements_in(key) <= kind.elements
 
 
-def _elements(value: Any) -> float:
+def elements_in(value: Any) -> float:
     """Number of elements of all tensors in a signature; infinite for a nested tensor, whose lengths are not known."""
     if isinstance(value, torch.Size):
         return math.prod(value) if all(type(length) is int for length in value) else math.inf
-    return sum(map(_elements, value)) if type(value) is tuple else 0
+    return sum(map(elements_in, value)) if type(value) is tuple else 0
 
 
-def _without_shapes(value: Any) -> Any:
+def without_shapes(value: Any) -> Any:
     """A signature with the number of dimensions in the place of each shape."""
     if isinstance(value, torch.Size):
         return len(value)
-    return tuple([_without_shapes(item) for item in value]) if type(value) is tuple else value
+    return tuple([without_shapes(item) for item in value]) if type(value) is tuple else value
 
 
 def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastac.engine import interception
-from fastac.engine.blocks import known_state
+from fastac.engine.blocks import known_state, state_of
 from fastac.engine.process import thread
 from fastac.engine.tape import Scope
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, did_you_mean
@@ -55,6 +55,9 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
 
     Raises FastacError for a module whose forward is not that of torch.nn.Linear: its matmul cannot be identified.
     """
+    attached = state_of(block).attached
+    if not policy.linear or policy.linear in attached:
+        return
     named = {name: module for name, module in _linear_modules(block).items() if policy.saves_linear(name)}
     for name, module in named.items():
         # Another forward may call several matmuls, or none. The hooks take the next matmul for the module's output.
@@ -69,6 +72,7 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
         vars(module)[_NAME] = name
     if named:
         interception.install_linear()
+    attached.add(tuple(policy.linear))
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -76,6 +80,7 @@ def detach(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (state := known_state(module)) is not None:
             state.key = None  # so that its next region attaches them again
+            state.attached.clear()
         if vars(module).pop(_NAME, None) is None:
             continue
         # Not by the handles that register_forward_hook returned: a deep copy of a module has the hooks without handles.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -29,9 +30,11 @@ class Group:
     It is a process group of its own: a failure may have left ranks inside a collective of the training's groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        """timeout: how long a rank waits for the others; by default as long as torch does."""
         # torch's "fake" backend simulates ranks that do not exist: nobody would answer.
-        self._group = dist.new_group(backend="gloo") if rank() and dist.get_backend() != "fake" else None
+        simulated = not rank() or dist.get_backend() == "fake"
+        self._group = None if simulated else dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def is_one_process(self) -> bool:
@@ -45,6 +48,10 @@ class Group:
     def agree(self, value: Any) -> bool:
         """Whether all ranks have the same value. Every rank must call it. Raises OtherRankFailed, as `any` does."""
         return all(other == value for other in self._exchange(value))
+
+    def least(self, values: Sequence[float]) -> list[float]:
+        """The least of each value on all ranks. Every rank must call it."""
+        return list(map(min, *self._exchange(list(values)), values))
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call a function on every rank. An error on one rank is raised on all: OtherRankFailed on the others."""

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -108,6 +109,23 @@ class Transport:
         """Whether the copies of an event are done."""
         return event is None or bool(event.query())
 
+    def bytes_per_second(self) -> float:
+        """The rate of copies in the slower direction, measured. Waits for the device."""
+        pairs = [(self.device_memory(PIECE), self.host_memory(PIECE))]
+        rates = []
+        # The first copy in each direction touches memory for the first time.
+        for to_host in (True, False, True, False):
+            self._synchronize()
+            start = time.perf_counter()
+            self.copy(pairs, to_host, ())
+            self._synchronize()
+            rates.append(PIECE / (time.perf_counter() - start))
+        return min(rates[2:])
+
+    def _synchronize(self) -> None:
+        if self.streams:
+            torch.accelerator.synchronize(self.device)
+
     def begin(self, pairs: Pairs, to_host: bool, after: Sequence[Copies], transfers: Transfers) -> Copies:
         """Begin the copies of a region in one direction."""
         self.release()
@@ -140,6 +158,13 @@ def transport_of(device: torch.device) -> Transport | None:
     if device.type == "cpu" and accelerator is not None:
         return None
     return Transport(device, is_accelerator=accelerator is not None and device.type == accelerator.type)
+
+
+@functools.cache
+def bus_rate(device: torch.device) -> float:
+    """Bytes per second between a device and the host, in the slower direction. Measured once in a process."""
+    transport = transport_of(device)
+    return 0.0 if transport is None else transport.bytes_per_second()
 
 
 @dataclasses.dataclass(eq=False)

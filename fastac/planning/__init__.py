@@ -2,11 +2,12 @@
 
 `fake_model` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs;
 `timeline` reads from these the bytes that any policy holds at each moment; `knapsack` chooses outputs for a number of
-bytes; `forecast` puts these together for one model and one size of inputs; `plans` has `fastac.plan`, and `video`
-plans a published model and a video.
+bytes, and `places` says where they wait; `forecast` puts these together for one model and one size of inputs; `plans`
+has `fastac.plan`, `video` plans a published model and a video, and `auto` plans while a model trains.
 """
 
+from fastac.planning.auto import Auto
 from fastac.planning.forecast import PolicyPlan, States
 from fastac.planning.plans import Plan, plan
 
-__all__ = ["Plan", "PolicyPlan", "States", "plan"]
+__all__ = ["Auto", "Plan", "PolicyPlan", "States", "plan"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,13 @@ DEVICES = ("cuda", "cpu")
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """Inputs of one call: keyword arguments, or a tuple of arguments by position."""
+
+
+class Call(NamedTuple):
+    """Inputs of one call, with arguments of both kinds."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +69,8 @@ class FakeModel:
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by position and by name. Raises FastacError for inputs that are neither a mapping nor a tuple."""
+    if isinstance(inputs, Call):
+        return inputs
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):

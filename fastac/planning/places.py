@@ -280,17 +280,23 @@ def _sums(levels: Sequence[Sequence[Level]], limit: int, points: int, before: Se
     return Sums(parts, limit, points, every=True, before=before)
 
 
+def least(forecast: Forecast, room: Room, gradient_shards: int) -> tuple[int, dict[str, Policy]]:
+    """The peak of the policies that hold least on the device, and these policies."""
+    on_host = (False, True) if room.host else (False,)
+    policies = [forecast.policies(Policy("full", offload=offload)) for offload in on_host]
+    peaks = [forecast.full.peak(choice, gradient_shards) for choice in policies]
+    return min(zip(peaks, policies, strict=True), key=lambda pair: pair[0])
+
+
 def missing(forecast: Forecast, room: Room, *, gradient_shards: int | None = None) -> str:
     """Why nothing fits a room, and what would fit. The arguments are those of `choose`."""
     shards = gradient_shards or forecast.gpus
-    places = (False, True) if room.host else (False,)
-    peaks = [forecast.full.peak(forecast.policies(Policy("full", offload=offload)), shards) for offload in places]
+    peak, _ = least(forecast, room, shards)
     # Gradients do not grow with the tokens, and nearly everything else that a step allocates does.
     gradients = forecast.gradients if shards == forecast.gpus else 0
-    share = (room.memory - gradients) / max(1, min(peaks) - gradients)
+    share = (room.memory - gradients) / max(1, peak - gradients)
     return (
-        f"a step takes {readable_bytes(min(peaks))} at least, and {readable_bytes(max(0, room.memory))} are there for "
-        f"it. "
+        f"a step takes {readable_bytes(peak)} at least, and {readable_bytes(max(0, room.memory))} are there for it. "
         + (f"About {share:.0%} of the tokens would fit" if share > 0.01 else "Not even a few tokens would fit")
         + ": fewer frames, a smaller size or batch, LoRA, or more GPUs that share the weights."
     )

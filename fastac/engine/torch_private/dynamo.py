@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -125,6 +126,11 @@ def in_dispatch_mode() -> bool:
 def without_modes() -> Any:
     """A context in which no TorchDispatchMode sees ops."""
     return torch._C._DisableTorchDispatch()
+
+
+def no_modes() -> Any:
+    """A context without the TorchDispatchModes that are on. Modes that are entered inside it see ops."""
+    return _disable_current_modes()
 
 
 class _Compilations:

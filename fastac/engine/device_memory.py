@@ -1,0 +1,29 @@
+"""Memory of a device, as its allocator counts it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one device, for this process."""
+
+    # In tensors that are alive now.
+    allocated: int
+    # The most that tensors could have: those that are alive, what the allocator keeps unused, and what nobody has.
+    usable: int
+    # The most that tensors had at one time. Only torch.accelerator.reset_peak_memory_stats lowers it.
+    peak: int
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of a device; None for the CPU, whose allocator does not count."""
+    if device.type == "cpu":
+        return None
+    # torch.accelerator.get_memory_info is newer than torch 2.9.
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    allocated = torch.accelerator.memory_allocated(device)
+    unused = torch.accelerator.memory_reserved(device) - allocated
+    return DeviceMemory(allocated, allocated + unused + free, torch.accelerator.max_memory_allocated(device))
