@@ -123,7 +123,8 @@ class Enabled:
             if torch.is_grad_enabled():
                 self.host.before_forward()
                 if self.planner is not None and self.host.is_on and not self.host.is_replaced:
-                    choice = self.planner.before_forward(self.model, args, kwargs, self.saves_linear)
+                    blocks = self.blocks.values()
+                    choice = self.planner.before_forward(self.model, blocks, args, kwargs, self.saves_linear)
                     if choice is not None:
                         self.take(choice)
 

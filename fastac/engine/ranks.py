@@ -50,8 +50,12 @@ class Group:
         return all(other == value for other in self._exchange(value))
 
     def least(self, values: Sequence[float]) -> list[float]:
-        """The least of each value on all ranks. Every rank must call it."""
-        return list(map(min, *self._exchange(list(values)), values))
+        """The least of each value on all ranks. Every rank must call it, as the last thing that this group does."""
+        try:
+            return list(map(min, *self._exchange(list(values)), values))
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call a function on every rank. An error on one rank is raised on all: OtherRankFailed on the others."""

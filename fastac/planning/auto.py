@@ -18,9 +18,8 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -212,25 +211,28 @@ class Planner:
         self._means: _Means | None = None
         self._forwards = 0
         self._measurement: _Measurement | None = None
-        # A trained weight, and its version when it was first seen: an optimizer changes it.
-        self._trained: tuple[weakref.ref[torch.Tensor], int] | None = None
+        # A trained weight: its module, its name, and its version when it was first seen. An optimizer changes it.
+        self._weight: tuple[torch.nn.Module, str, int] | None = None
         self._out_of_memory = process.out_of_memory
 
     def __reduce__(self) -> Any:
         return Planner, (self.auto,)
 
     def before_forward(
-        self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], saves_linear: Callable[[], bool]
+        self,
+        model: torch.nn.Module,
+        blocks: Iterable[torch.nn.Module],
+        args: Any,
+        kwargs: dict[str, Any],
+        saves_linear: Callable[[], bool],
     ) -> Choice | None:
         """The choice for a forward that begins with gradients on; None if it is still the latest one.
 
         saves_linear: says whether outputs of Linear modules can be saved. Raises FastacError if no policies fit.
         """
-        trained = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        trained = self._trained(model, blocks)
         if trained is None:
             return None
-        if self._trained is None or self._trained[0]() is not trained:
-            self._trained = weakref.ref(trained), trained._version
         key = (signature(args), signature(kwargs)), trained.grad is not None
         forward = _Forward(model, saves_linear, Call(args, kwargs), key)
         self._forwards += 1
@@ -248,6 +250,20 @@ class Planner:
             return None
         self.latest = choice
         return choice
+
+    def _trained(self, model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> torch.Tensor | None:
+        """A weight that is trained; None if there is none."""
+        if self._weight is None:
+            # In the blocks first: FSDP2 has gathered weights of the model itself by now, and these have no gradients.
+            modules = (module for outer in (*blocks, model) for module in outer.modules())
+            trained = ((module, name) for module in modules for name, _ in _trained_in(module))
+            module, name = next(trained, (None, ""))
+            if module is None:
+                return None
+            self._weight = module, name, getattr(module, name)._version
+        module, name, _ = self._weight
+        weight: torch.Tensor = getattr(module, name)
+        return weight
 
     def _of_larger(self, key: tuple[Any, bool]) -> Choice | None:
         """The choice for the next larger inputs, if enough signatures were planned."""
@@ -365,10 +381,10 @@ class Planner:
         inner = getattr(self.auto.optimizer, "optimizer", self.auto.optimizer)
         if hasattr(inner, "state"):
             return bool(inner.state)
-        assert self._trained is not None
-        reference, version = self._trained
-        trained = reference()
-        return trained is not None and trained._version != version
+        if self._weight is None:
+            return False
+        module, name, version = self._weight
+        return bool(getattr(module, name)._version != version)
 
     def _agree(self, what: str, values: list[float]) -> list[float]:
         """The least of each value on all ranks; this rank's own if not all of them come."""
@@ -453,6 +469,11 @@ class Planner:
         logger.info(
             'policy "auto" plans again: there are %s %s than planned with, at %.0f TFLOP/s', size, sign, speed / 1e12
         )
+
+
+def _trained_in(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The trained weights of a module, without those of modules in it."""
+    return [pair for pair in module.named_parameters(recurse=False) if pair[1].requires_grad]
 
 
 def _no_memory() -> FastacError:

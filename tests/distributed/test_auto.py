@@ -1,0 +1,85 @@
+"""policy="auto" on several ranks: they choose alike, and none waits for a rank that does not come."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import fastac
+from fastac.engine.device_memory import DeviceMemory
+from fastac.hook import enabled_on
+from fastac.planning import auto
+from fastac.planning.fake_model import fake_model
+from fastac.planning.forecast import Forecast
+from tests.distributed import ranks
+from tests.distributed.models import part_of_inputs, sharded, ulysses_stack
+from tests.support import stack, stack_inputs
+
+
+def _chosen(model: Any) -> dict[str, str]:
+    enabled = enabled_on(model)
+    assert enabled is not None
+    return {name: str(enabled.policy_of(block)) for name, block in enabled.blocks.items()}
+
+
+def _on_device(usable: int) -> Any:
+    """A device with so many bytes. Nothing of its allocator is known but the weights."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(auto, "memory_of", lambda device: DeviceMemory(0, usable, 0))
+    patch.setattr(torch.accelerator, "is_available", lambda: True)
+    return patch
+
+
+WRAPPERS: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}
+
+
+def _choices(kind: str, forwards: tuple[int, int], wait: float = 60) -> list[dict[str, str]]:
+    """What each of so many steps chose, on a rank with much memory and another with little.
+
+    forwards: of each rank. wait: seconds for which a rank waits for the other one.
+    """
+    model = ulysses_stack(layers=3) if kind == "ulysses" else stack(layers=3)
+    inputs = part_of_inputs() if kind == "ulysses" else stack_inputs(batch=1 + dist.get_rank() * (kind == "ddp"))
+    forecast = Forecast(fake_model(model, inputs, "blocks"))
+    full, most = (forecast.full.peak(forecast.policies(policy)) for policy in ("full", "attn_only"))
+    room = 10 * most if dist.get_rank() == 0 else (full + most) // 2
+    patch = _on_device(math.ceil(room / (1 - auto.RESERVE)))
+    patch.setattr(auto, "WAIT", timedelta(seconds=wait))
+    fastac.enable(model, fastac.Auto(host=0, optimizer="sgd"), blocks="blocks")
+    trained = WRAPPERS.get(kind, lambda model: model)(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+    chosen = []
+    for _ in range(forwards[dist.get_rank()]):
+        trained(**inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        chosen.append(_chosen(model))
+    patch.undo()
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ulysses"])
+def test_the_smallest_memory_counts(kind: str) -> None:
+    much, little = ranks.run(_choices, kind, (4, 4))
+    assert much == little
+    assert "none" not in much[0].values()
+
+
+def test_ranks_with_other_shapes() -> None:
+    """Inputs of rank 1 are larger in every step. Both plan with the memory of rank 1."""
+    first, second = ranks.run(_choices, "ddp", (4, 4))
+    assert len(first) == len(second) == 4
+    assert "none" not in second[0].values()
+
+
+def test_a_rank_that_does_not_come() -> None:
+    """One has no more data after two steps. The other one goes on, and waits once."""
+    first, second = ranks.run(_choices, "alone", (4, 2), 1.0)
+    assert first[:2] == second
+    assert len(first) == 4
