@@ -83,6 +83,13 @@ class Enabled:
         """The policy in words."""
         return str(self.policy) if self.planner is None else "auto"
 
+    @property
+    def plan_in_words(self) -> str:
+        """What policy "auto" chose for the latest forward, in a line; "" under other policies."""
+        if self.planner is None:
+            return ""
+        return self.planner.latest.why if self.planner.latest else "nothing was planned yet"
+
     def policy_as_given(self) -> Policy | Planner | dict[str, Policy]:
         """The policy as `enable` takes it: a mapping of block names if blocks have policies of their own."""
         if self.planner is not None:

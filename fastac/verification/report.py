@@ -216,16 +216,11 @@ def report(model: torch.nn.Module) -> Report:
         active=enabled is not None and enabled.host.is_on and not enabled.host.is_replaced,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
-        remarks=(*_planned(enabled), *ignored_backends(model, names)),
+        remarks=tuple(
+            filter(None, ("" if enabled is None else enabled.plan_in_words, *ignored_backends(model, names)))
+        ),
         recompute=latest.get(model),
     )
-
-
-def _planned(enabled: Enabled | None) -> list[str]:
-    """What policy "auto" chose, and why."""
-    if enabled is None or enabled.planner is None:
-        return []
-    return [enabled.planner.latest.why if enabled.planner.latest else "auto: nothing was planned yet"]
 
 
 def check_whole(model: object, call: str) -> torch.nn.Module:

@@ -12,7 +12,7 @@ import functools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
-from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.policy import Policy, resolve
 from fastac.verification.ranks import ComparedSteps, RunStep
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls
@@ -128,7 +128,7 @@ def _yes(is_true: bool) -> str:
 def verify(
     model: torch.nn.Module,
     *args: Any,
-    policy: str | Policy | Mapping[str, str | Policy] | None = None,
+    policy: hook.AnyPolicy | None = None,
     blocks: Any = None,
     reference: str = "none",
     per_block: bool = False,
@@ -186,6 +186,9 @@ class _Verifier:
     reference: str
     per_block: bool
 
+    enabled: hook.Enabled | None = None
+    """What `enable` put on the model for the latest step of the policy."""
+
     def __post_init__(self) -> None:
         """Check the arguments. The policy and the blocks are those of the enabled model if they are not given."""
         if self.reference not in ("none", "full"):
@@ -215,7 +218,8 @@ class _Verifier:
             elif self.per_block:
                 result = self._verify_blocks()
             else:
-                result = self._compare(self._reference_step, self._policy_step, self._enable(self.policy).policy)
+                self._enable(self.policy)
+                result = self._compare(self._reference_step, self._policy_step, None)
         _raise_if_broken(result)
         if result.recompute is not None:
             latest[self.inner] = result.recompute
@@ -256,6 +260,7 @@ class _Verifier:
         if hook.enabled_on(self.inner) is None:
             self._enable(self.policy)
         step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
+        self.enabled = hook.enabled_on(self.inner)
         if step.calls or not step.graphs:
             return step
         # The model is compiled as a whole: its regions are inside graphs, and their calls were decided in the trace.
@@ -278,7 +283,7 @@ class _Verifier:
         if not regions:
             raise FastacError(f"verify(per_block=True): {class_name(self.inner)} checkpointed no block on these inputs")
         parts = [self._verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
-        return _together(parts, str(enabled.policy))
+        return _together(parts, enabled.policy_name)
 
     def _verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
         """Verify one block, or a module that is taken as a block."""
@@ -291,21 +296,26 @@ class _Verifier:
 
         return self._compare(functools.partial(step_of, reference), functools.partial(step_of, checkpointed), policy)
 
-    def _compare(self, reference_step: RunStep, policy_step: RunStep, policy: Policy | BlockPolicies) -> Verification:
+    def _compare(self, reference_step: RunStep, policy_step: RunStep, policy: Policy | None) -> Verification:
+        """Take steps and compare them. policy: of a single block; None for those of the enabled model."""
         # The reference "full" is torch's checkpoint, whose recompute writes buffers a second time: do not compare them.
         with_buffers = self.reference != "full"
         compared = ComparedSteps(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
         runs, expected, later = compared.runs, compared.expected, compared.later
+        # Policy "auto" plans in the first of these steps.
+        enabled = self.enabled if policy is None else None
+        used, name = (policy, str(policy)) if enabled is None else (enabled.policy, enabled.policy_name)
+        plan = "" if enabled is None else enabled.plan_in_words
         # The message lists only the first five: the largest differences.
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
         # Attention kernels of the backward itself, as of diffusers' context parallelism.
         in_backward = expected.executions[1] if self.reference == "none" else 0
         # Regions under "full" are not watched, so their calls are not known: all that was not saved may run again.
-        unseen = isinstance(policy, BlockPolicies) or policy.saves_nothing
+        unseen = not isinstance(used, Policy) or used.saves_nothing
         return Verification(
             subject=class_name(self.inner),
-            policy=str(policy),
+            policy=name,
             reference=self.reference,
             compared=len(runs.reference),
             different=tuple(runs.different),
@@ -328,7 +338,7 @@ class _Verifier:
             deterministic=compared.is_deterministic and not runs.different,
             kernels=expected.kernels,
             compared_kernels=compared.kernels,
-            remark=compared.remark,
+            remark="\n".join(filter(None, (plan, compared.remark))),
             recompute=later.recompute,
         )
 
