@@ -210,6 +210,9 @@ def test_weights_that_fsdp2_computes_with_in_another_dtype(tmp_path: Path) -> No
     finally:
         torch.distributed.destroy_process_group()
     assert found.states == dataclasses.replace(states, gathered=states.gathered // 2)
-    assert found.gradients == gradients
+    assert found.gradients == gradients  # and those of the simulated step are half of it
+    forecast = found.forecast
+    peak = forecast.full.peak(forecast.policies("full"), 4)
+    assert forecast.peak("full") == found.states.total + peak + gradients // 2
     for mixed, narrow in zip(found.policies, fastac.plan(computed, in_bf16).policies, strict=True):
         assert (mixed.saved_bytes, mixed.flops) == (narrow.saved_bytes, narrow.flops)
