@@ -191,6 +191,7 @@ def test_what_cannot_be_copied_is_shared() -> None:
 def test_weights_that_fsdp2_computes_with_in_another_dtype(tmp_path: Path) -> None:
     """In bf16, stored in fp32. The root of FSDP2 is a wrapper, which casts the inputs of the model."""
     (stored, inputs), (computed, in_bf16) = tiny(WAN), tiny(WAN, torch.bfloat16)
+    wrapper: Any
     wrapper, _ = (
         peft.PeftModel(model, peft.LoraConfig(target_modules=["to_q"]), autocast_adapter_dtype=False).requires_grad_()
         for model in (stored, computed)
@@ -206,6 +207,7 @@ def test_weights_that_fsdp2_computes_with_in_another_dtype(tmp_path: Path) -> No
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(wrapper, mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
+        wrapper.unshard()  # as in a forward: what the root gathers is in bf16
         found = fastac.plan(wrapper, inputs, gpus=4)
     finally:
         torch.distributed.destroy_process_group()
