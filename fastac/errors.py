@@ -20,10 +20,15 @@ def rank() -> str:
 
 def class_name(module: object) -> str:
     """The name of a module's class, without the class that FSDP2 derives from it (FSDPWanTransformerBlock)."""
+    return class_before(module).__name__
+
+
+def class_before(module: object) -> type:
+    """The class of a module, or the one that it had before FSDP2 or `replicate` derived another from it."""
     cls = module if isinstance(module, type) else type(module)
     while len(cls.__bases__) == 2 and cls.__name__.removesuffix(cls.__bases__[1].__name__) in _ENGINES:
         cls = cls.__bases__[1]
-    return cls.__name__
+    return cls
 
 
 def readable_bytes(count: int) -> str:

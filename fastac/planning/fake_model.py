@@ -13,7 +13,7 @@ from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.hosts import blocks_given, detach_all
-from fastac.models.blocks import choose_blocks, unwrapped
+from fastac.models.blocks import choose_blocks
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.fake_values import KnownValues
 from fastac.planning.fake_weights import fake, faked, runs_on
@@ -95,7 +95,7 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     trains_on = device or _device_of(runs_on(model), like.device.type)
     # Inputs on another device than the one that trains: the machine may not have that device, but it has a CPU.
     fake_device = like.device if like.device.type == trains_on else torch.device("cpu")
-    copied = faked(unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=fake_device))
+    copied = faked(model, known, torch.empty(0, dtype=like.dtype, device=fake_device))
     blocks = blocks_given(copied, blocks)
     detach_all(copied)  # what is enabled on the model is not simulated
     containers = choose_blocks(copied, blocks, copied)

@@ -83,13 +83,26 @@ def states_of(
     parameters = sum(map(stored_bytes, model.parameters()))
     buffers = sum(map(stored_bytes, model.buffers()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer_bytes = sum(parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize) for parameter in trained)
-    gathered = (2 * sum(map(stored_bytes, block.parameters())) + _trained_bytes(block) for block in blocks if gpus > 1)
+    optimizer_bytes = sum(
+        parameter.numel() * OPTIMIZERS[optimizer](_kept_bytes(parameter) // max(1, parameter.numel()))
+        for parameter in trained
+    )
+    gathered = (2 * _gathered_bytes(block) + _trained_bytes(block) for block in blocks if gpus > 1)
     return States(parameters // gpus + buffers, int(optimizer_bytes / gpus), max(gathered, default=0))
 
 
 def _trained_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _kept_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of the gradient that the optimizer gets: FSDP2 in mixed precision casts it to the dtype of the weight."""
+    return max(parameter.nbytes, stored_bytes(parameter))
+
+
+def _gathered_bytes(module: torch.nn.Module) -> int:
+    """Bytes of whole parameters. They are gathered as they are stored, or in mixed precision as they are used."""
+    return sum(min(parameter.nbytes, stored_bytes(parameter)) for parameter in module.parameters())
 
 
 class Forecast:
@@ -105,7 +118,10 @@ class Forecast:
         """optimizer: a name in OPTIMIZERS. gpus: FSDP2 shards weights, gradients and optimizer states over so many."""
         self.fake_model, self.gpus, self.split = fake_model, gpus, split
         self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
-        self.gradients = _trained_bytes(fake_model.model) // gpus
+        trained = [parameter for parameter in fake_model.model.parameters() if parameter.requires_grad]
+        self.gradients = sum(map(_kept_bytes, trained)) // gpus
+        # Bytes that a simulated step leaves out, as its gradients have the dtype in which it computes.
+        self._wider = self.gradients - _trained_bytes(fake_model.model) // gpus
         # Names of the checkpointed blocks -> the step that was simulated with these.
         self._steps: dict[frozenset[str], Timeline] = {}
 
@@ -155,7 +171,7 @@ class Forecast:
 
         step: by default the simulated step of these inputs; or a step from `Timeline.on_line`.
         """
-        return self.states.total + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
+        return self.states.total + self._wider + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
 
     def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
         """The plan of a policy. name: by default the policy's."""

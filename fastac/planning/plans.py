@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastac.errors import FastacError, class_name, readable_bytes
-from fastac.models.blocks import check_module
+from fastac.models.blocks import check_module, unwrapped
 from fastac.planning.fake_model import Inputs, arguments, fake_model
-from fastac.planning.fake_weights import BREAKS
+from fastac.planning.fake_weights import BREAKS, gpus_of
 from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.policy import NAMED, Policy, of_first
 from fastac.verification.tables import new_table, render
@@ -236,18 +236,19 @@ def plan(
     *,
     blocks: Any = None,
     optimizer: str = "adamw",
-    gpus: int = 1,
+    gpus: int | None = None,
     checkpointed: int | None = None,
     device: str | None = None,
 ) -> Plan:
     """Plan a step of a model: the bytes that each policy holds, its peak, and the FLOPs that it recomputes.
 
     Args:
-        model: it is copied without its data, and may be on the device "meta", offloaded or quantized.
+        model: it is copied without its data, and may be on the device "meta", offloaded, quantized or sharded by FSDP2.
         inputs: keyword arguments of one call, by name; or a tuple of arguments by position.
         blocks: as in `enable`.
         optimizer: "adamw", "adamw8bit" or "sgd".
-        gpus: number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states.
+        gpus: number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states. By default those
+            over which it has sharded the model, or 1.
         checkpointed: adds rows for "full" and "attn_only" in the first so many blocks, with the rest not checkpointed,
             as `fastac.first_blocks` has it.
         device: the device that will train, "cuda" or "cpu": some ops are one kernel on CUDA, and hold less. By default
@@ -258,20 +259,23 @@ def plan(
 
     Raises:
         FastacError: the model's blocks are unknown, it does not run on these inputs without data, or is not trained;
-            `inputs` are neither a mapping nor a tuple; the optimizer or the device is unknown.
+            `inputs` are neither a mapping nor a tuple; the optimizer or the device is unknown; the model is in FSDP1.
 
     Example:
         >>> plan = fastac.plan(transformer, inputs)
         >>> fastac.enable(transformer, plan.within("24GiB"))
     """
-    _refuse_sharded(check_module(model, "plan"))
+    check_module(model, "plan")
+    _refuse_sharded(model)
     args, kwargs = arguments(inputs)
     named = [*(("", value) for value in args), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
     advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
     with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
-        forecast = Forecast(fake_model(model, inputs, blocks, device), optimizer, gpus)
+        forecast = Forecast(
+            fake_model(model, inputs, blocks, device), optimizer, gpus_of(model) if gpus is None else gpus
+        )
         made = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
     if not next(row for row in made.policies if row.policy == "attn_only").saved_bytes:
         logger.warning(
@@ -284,13 +288,12 @@ def plan(
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Raise FastacError for a model that FSDP has sharded: FSDP cannot be copied without its data."""
+    """Raise FastacError for a model that FSDP1 has sharded: its parts have no weights of their own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model can only be sharded if somebody imported it
-    sharded_classes = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-    if any(isinstance(module, sharded_classes) for module in model.modules()):
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise FastacError(
-            f"plan: {class_name(model)} is sharded by FSDP. Plan before you shard, with gpus=... for the number of "
-            f"GPUs that share the weights; or from its configuration: fastac plan config.json --gpus ..."
+            f"plan: {class_name(unwrapped(model))} is sharded by FSDP1 (FullyShardedDataParallel). Plan before you "
+            f"shard, with gpus=... for the number of GPUs that share the weights; or shard by fully_shard (FSDP2)."
         )
 
 
