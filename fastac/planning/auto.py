@@ -35,7 +35,7 @@ from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
 from fastac.planning import places
 from fastac.planning.fake_model import Call, fake_model
-from fastac.planning.fake_weights import BREAKS, stored_bytes
+from fastac.planning.fake_weights import BREAKS, gpus_of, stored_bytes
 from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyPlan
 from fastac.planning.places import Room
 from fastac.planning.plans import TFLOPS, parse_bytes
@@ -300,7 +300,8 @@ class Planner:
         try:
             with torch_private.no_modes():
                 fake = fake_model(forward.model, forward.call)
-                forecast = Forecast(fake, optimizer_name(self.auto.optimizer) or "adamw")
+                gpus = gpus_of(forward.model)
+                forecast = Forecast(fake, optimizer_name(self.auto.optimizer) or "adamw", gpus)
                 forecast.step("full")
         except (FastacError, *BREAKS) as error:
             return str(error).partition("\n")[0]
@@ -365,11 +366,11 @@ class Planner:
 
     def _others(self, forward: _Forward, forecast: Forecast, memory: DeviceMemory | None) -> int:
         """Bytes of the device that are not a step's: weights, states of the optimizer, other models; no gradients."""
-        states = forecast.states
+        states, wider = forecast.states, forecast.wider
         if memory is None:
-            return states.total
+            return states.total + wider
         _, has_gradients = forward.key
-        others = memory.allocated - forecast.gradients * has_gradients + states.gathered
+        others = memory.allocated - forecast.gradients * has_gradients + states.gathered + wider
         if any(parameter.device.type != forward.device.type for parameter in forward.model.parameters()):
             # Weights that wait on the host come to the device block by block: one computes, and the next one comes.
             blocks = forecast.fake_model.blocks.values()

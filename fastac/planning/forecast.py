@@ -121,7 +121,7 @@ class Forecast:
         trained = [parameter for parameter in fake_model.model.parameters() if parameter.requires_grad]
         self.gradients = sum(map(_kept_bytes, trained)) // gpus
         # Bytes that a simulated step leaves out, as its gradients have the dtype in which it computes.
-        self._wider = self.gradients - _trained_bytes(fake_model.model) // gpus
+        self.wider = self.gradients - _trained_bytes(fake_model.model) // gpus
         # Names of the checkpointed blocks -> the step that was simulated with these.
         self._steps: dict[frozenset[str], Timeline] = {}
 
@@ -171,7 +171,7 @@ class Forecast:
 
         step: by default the simulated step of these inputs; or a step from `Timeline.on_line`.
         """
-        return self.states.total + self._wider + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
+        return self.states.total + self.wider + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
 
     def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
         """The plan of a policy. name: by default the policy's."""
