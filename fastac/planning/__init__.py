@@ -2,8 +2,8 @@
 
 `fake_model` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs;
 `timeline` reads from these the bytes that any policy holds at each moment; `knapsack` chooses outputs for a number of
-bytes; `forecast` puts these together for one model and one size of inputs; `plans` has `fastac.plan`, and `video`
-plans a published model and a video.
+bytes; `forecast` puts these together for one model and one size of inputs; `places` finds the best that fits the
+memories of device and host; `plans` has `fastac.plan`, and `video` plans a published model and a video.
 """
 
 from fastac.planning.forecast import PolicyPlan, States
