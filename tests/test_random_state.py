@@ -306,7 +306,7 @@ def plan() -> None:
         assert "attn_only" in str(found)
     with unmoved():
         found.within("1MB", offload=True)
-        found.largest_budget("1MB")
+        found.within(memory="1GB", host="1GB")
         found.as_json()
 
 
@@ -317,7 +317,7 @@ def plan_diffusers() -> None:
 
 
 def plan_video() -> None:
-    """What `fastac plan` calls, and the picture of the frontier."""
+    """What `fastac plan` calls, and its picture."""
     with tempfile.TemporaryDirectory() as folder, unmoved():
         from fastac.cli.plan import plot
         from fastac.models import published

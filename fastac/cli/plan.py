@@ -18,11 +18,12 @@ import torch
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
 from fastac.models.videos import Video
-from fastac.planning import Plan
+from fastac.planning import Plan, places
 from fastac.planning.fake_model import DEVICES
 from fastac.planning.forecast import OPTIMIZERS, PolicyPlan
-from fastac.planning.plans import FIXED, ROWS, TFLOPS, WITHIN, parse_bytes
+from fastac.planning.plans import AUTO, GBPS, ROWS, TFLOPS, WITHIN, parse_bytes, room_of
 from fastac.planning.video import Tell, Training, plan_video
+from fastac.policy import Policy
 from fastac.verification.tables import console
 
 GIB = 2**30
@@ -40,11 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", choices=DEVICES, help="that trains (default: %(default)s)")
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, for one more row: "40GiB"')
     parser.add_argument("--offload", action="store_true", help="offload the row of the budget to host memory")
-    parser.add_argument("--tflops", type=float, default=TFLOPS, help="of the device, for the GB/s column (%(default)s)")
+    parser.add_argument("--memory", metavar="BYTES", help="of a device: the best that fits, and the longest videos")
+    parser.add_argument(
+        "--host",
+        metavar="BYTES",
+        default="64GiB",
+        help="of host memory for each GPU, for the best (default: %(default)s)",
+    )
+    parser.add_argument("--gbps", type=float, default=GBPS, help="of the bus, in each direction (default: %(default)s)")
+    parser.add_argument("--tflops", type=float, default=TFLOPS, help="of the device, for GB/s (default: %(default)s)")
     parser.add_argument("--checkpointed", type=int, metavar="BLOCKS", help="rows with the first so many checkpointed")
-    parser.add_argument("--memory", metavar="BYTES", help="of a device: its longest videos and largest budget")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw FLOPs over memory: .png, .svg or .pdf")
 
 
 def add_video(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +72,9 @@ def add_video(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError if that is not possible."""
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
+    host = parse_bytes(options.host)
+    if options.offload and budget is None:
+        raise FastacError("plan --offload is for the row of --budget. For --memory, --host says what may leave")
     # This comes first: a simulation may take minutes, and a plot that cannot be written would waste them.
     if options.plot is not None:
         check_plot(options.plot)
@@ -78,10 +89,12 @@ def run(options: argparse.Namespace) -> int:
             video_of(options, configuration.default),
             Training(options.lora, options.optimizer, options.gpus, options.context_parallel, options.device),
             budget=budget,
-            memory=memory,
-            checkpointed=options.checkpointed,
             offload=options.offload,
+            memory=memory,
+            host=host,
+            gbps=options.gbps,
             tflops=options.tflops,
+            checkpointed=options.checkpointed,
             tell=tell,
         )
     if options.json:
@@ -91,7 +104,9 @@ def run(options: argparse.Namespace) -> int:
         for line in lines_of(plan, options):
             print(line)
     if options.plot is not None:
-        plot(plan, options.plot)
+        with telling() as tell:
+            tell("drawing FLOPs over memory")
+            plot(plan, options.plot)
     return 0
 
 
@@ -117,20 +132,29 @@ def code_of(row: PolicyPlan, options: argparse.Namespace) -> list[str]:
         return ["# It fits without checkpointing: nothing is to be enabled."]
     if row.policy in ROWS:
         return [f"fastac.enable(transformer, {ROWS[row.policy].as_code()})"]
-    name, is_offloaded = row.policy.removesuffix(", offload"), row.policy.endswith(", offload")
-    if name.startswith(WITHIN):
-        # With --memory, `plan_video` chose the budget, and only the row's name has it.
-        size = json.dumps(options.budget or name.removeprefix(WITHIN).replace(" ", ""))
-        if options.context_parallel > 1:
-            # `fastac.plan` does not know about context parallelism, so there is no code to show: --json has the
-            # policies.
-            return []
-        return [
-            "plan = fastac.plan(transformer, inputs)",
-            f"fastac.enable(transformer, plan.within({size}{', offload=True' * is_offloaded}))",
-        ]
-    policy = json.dumps(name.partition(",")[0])
-    return [f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}, {policy}))"]
+    if not row.policy.startswith((WITHIN, AUTO)):
+        policy = json.dumps(row.policy.partition(",")[0])
+        return [f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}, {policy}))"]
+    if options.context_parallel > 1:
+        # `fastac.plan` does not know about context parallelism, so there is no code to show: --json has the policies.
+        return []
+    planned, within = ["transformer", "inputs"], []
+    if row.policy == AUTO:
+        # The peak depends on the states.
+        planned += [f'optimizer="{options.optimizer}"'] * (options.optimizer != "adamw")
+        planned += [f"gpus={options.gpus}"] * (options.gpus > 1)
+        within.append(f"memory={json.dumps(options.memory)}")
+        if row.host_bytes:
+            within.append(f"host={json.dumps(options.host)}")
+            # `fastac.plan` is for a device of TFLOPS.
+            gbps = options.gbps * TFLOPS / options.tflops
+            within += [f"gbps={gbps:g}"] * (gbps != GBPS)
+    else:
+        within += [json.dumps(options.budget)] + ["offload=True"] * options.offload
+    return [
+        f"plan = fastac.plan({', '.join(planned)})",
+        f"fastac.enable(transformer, plan.within({', '.join(within)}))",
+    ]
 
 
 @contextlib.contextmanager
@@ -160,7 +184,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(plan: Plan, path: str | Path) -> None:
-    """Draw the frontier of a plan, with the policies on it. path: a path that `check_plot` accepts.
+    """Draw FLOPs over the memory of the device, with the rows of a plan. path: a path that `check_plot` accepts.
 
     Raises FastacError if the file cannot be written.
     """
@@ -169,19 +193,21 @@ def plot(plan: Plan, path: str | Path) -> None:
     # pyplot may look for a window system, and keeps every figure alive.
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    saved, relative = zip(*((size / GIB, relative) for size, relative in plan.frontier), strict=True)
-    axes.plot(saved, relative, color="tab:blue", linewidth=1.5, label="plan.within(...)", zorder=1)
+    limit = f"{readable_bytes(plan.host)} of host memory"
+    for host, color, label in (
+        (0, "tab:gray", "best without host memory"),
+        (plan.host, "tab:blue", f"best with {limit} at {plan.gbps:g} GB/s"),
+    ):
+        peaks, relative = zip(*((row.peak_bytes / GIB, row.relative) for row in best_rows(plan, host)), strict=True)
+        axes.plot(peaks, relative, ".-", color=color, linewidth=1.5, label=label, zorder=1)
     for row in plan.policies:
-        if row.policy not in FIXED and not row.policy.startswith(WITHIN):
-            # It holds more bytes than it saves, or its saved outputs wait in host memory: it has no place on this axis.
-            continue
         if row.policy == "none":
-            label = f"no checkpointing (holds {readable_bytes(row.held_bytes)})"
+            label = f"no checkpointing ({readable_bytes(row.peak_bytes)})"
             axes.axhline(row.relative, color="gray", linestyle="--", linewidth=1, label=label)
             continue
-        marker, size = ("*", 130) if row.policy.startswith(WITHIN) else ("o", 45)
-        axes.scatter(row.saved_bytes / GIB, row.relative, marker=marker, s=size, zorder=2, label=row.policy)
-    axes.set(xlabel="saved outputs, GiB", ylabel="FLOPs of a step, relative to full checkpointing")
+        marker, size = ("*", 130) if row.policy.startswith((WITHIN, AUTO)) else ("o", 45)
+        axes.scatter(row.peak_bytes / GIB, row.relative, marker=marker, s=size, zorder=2, label=row.policy)
+    axes.set(xlabel="peak of the device, GiB", ylabel="FLOPs of a step, relative to full checkpointing")
     axes.set_title(f"{plan.subject}\n{plan.inputs}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
@@ -189,3 +215,21 @@ def plot(plan: Plan, path: str | Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise FastacError(f"plan: cannot write the plot {path}: {error}") from error
+
+
+def best_rows(plan: Plan, host: int) -> list[PolicyPlan]:
+    """The best policies for a dozen memories of the device, from the least that fits to all that outputs could take.
+
+    host: bytes of the host, as in `room_of`.
+    """
+    forecast = plan.forecast
+    peaks = {row.peak_bytes for row in plan.policies if row.policy != "none"}
+    least, most = min(peaks), forecast.peak(Policy("attn_only", linear=("*",)))
+    between = {int(least * (most / least) ** (number / 8)) for number in range(1, 8)}
+    rows = []
+    for memory in sorted(peaks | between | {most}):
+        room = room_of(forecast, memory, host, plan.gbps, plan.tflops)
+        policies = places.choose(forecast, room)
+        if policies is not None and (row := forecast.plan(policies)).bytes_per_flop <= room.bytes_per_flop:
+            rows.append(row)
+    return rows

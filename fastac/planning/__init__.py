@@ -2,8 +2,9 @@
 
 `fake_model` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs;
 `timeline` reads from these the bytes that any policy holds at each moment; `knapsack` chooses outputs for a number of
-bytes, and `places` says where they wait; `forecast` puts these together for one model and one size of inputs; `plans`
-has `fastac.plan`, `video` plans a published model and a video, and `auto` plans while a model trains.
+bytes; `forecast` puts these together for one model and one size of inputs; `places` finds the best that fits the
+memories of device and host; `plans` has `fastac.plan`, `video` plans a published model and a video, and `auto` plans
+while a model trains.
 """
 
 from fastac.planning.auto import Auto

@@ -318,7 +318,7 @@ class Planner:
         shards = sys.maxsize if has_gradients else forecast.gpus
         policies = places.choose(forecast, room, linear=forward.saves_linear(), gradient_shards=shards)
         if policies is None and self._uses[forward.key]:  # it ran, with another plan
-            _, policies = places.least(forecast, room, shards)
+            policies = places.least(forecast, room, shards)
         if policies is None:
             is_guess = self.auto.optimizer is None and not self._has_states()
             missing = places.missing(forecast, room, gradient_shards=shards)

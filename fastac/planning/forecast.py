@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "sgd": lambda size: 0,
 }
 """Optimizer -> bytes of state for each trained number of `size` bytes."""
-
-MIB = 2**20
 
 AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
@@ -213,31 +210,6 @@ class Forecast:
         fitting = [choice for choice in choices if self.full.saved_bytes(choice) <= limit]
         best = min(fitting, key=self.full.recomputed)
         return {block: replace(policy, offload=offload) for block, policy in best.items()}
-
-    def largest_budget(self, memory: int, offload: bool = False) -> int | None:
-        """The most bytes of saved outputs with which a step fits a memory; None if full checkpointing does not fit.
-
-        The result is exact to a thousandth of all that could be saved. It is in whole MiB if that is 1 MiB or more.
-        """
-        if self.peak(Policy("full", offload=offload)) > memory:
-            return None
-        everything = sum(out.bytes for outputs in self.full.candidates.values() for out in outputs if out.name)
-        unit = MIB if everything >= MIB else 1
-
-        def fits(units: int) -> bool:
-            return self.peak(self.within(units * unit, offload=offload)) <= memory
-
-        high = -(-everything // unit)
-        if fits(high):
-            return high * unit
-        # A budget of 0 is full checkpointing, which fits: the search begins behind it, at index 1.
-        budgets = range(0, high, max(1, high // 1000))
-        return unit * budgets[bisect.bisect_left(budgets, True, 1, key=lambda units: not fits(units)) - 1]
-
-    def frontier(self, points: int = 257) -> list[tuple[int, float]]:
-        """Saved bytes and FLOPs relative to full checkpointing, for growing budgets."""
-        full = self.full.flops.total()
-        return [(saved, (full - avoided) / full) for saved, avoided in knapsack.frontier(self.outputs(), points)]
 
 
 def policy_of(marks: Marks, outputs: Sequence[Candidate], collectives: str, communicates: bool) -> Policy:

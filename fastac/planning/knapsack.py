@@ -7,7 +7,6 @@ afterwards. A table over bytes would need a cell for every multiple of the great
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,19 +64,6 @@ def choose_outputs(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dic
             if level:
                 marks_of[block].add(marks[level - 1])
     return marks_of
-
-
-def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> list[tuple[int, int]]:
-    """Bytes and flops that the best choices save for `points` (2 or more) limits, evenly spread from 0 to everything.
-
-    Limits with the same best choice are one point. All points are from one list, which `POINTS` bounds as in
-    `choose_outputs`.
-    """
-    all_sums = Sums(_steps(_pools(blocks)), sys.maxsize)
-    sums, flops = all_sums.bytes[-1], all_sums.flops[-1]
-    limits = [int(sums[-1]) * number // (points - 1) for number in range(points)]
-    indices = dict.fromkeys(sums.searchsorted(limits, side="right") - 1)
-    return [(int(sums[index]), int(flops[index])) for index in indices]
 
 
 def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[Levels, list[Part]]:

@@ -23,7 +23,7 @@ from fastac.errors import readable_bytes
 from fastac.planning import knapsack
 from fastac.planning.forecast import Forecast, policy_of
 from fastac.planning.knapsack import EqualParts, Sums
-from fastac.planning.timeline import EXCHANGED, Candidate, Policies, block_name
+from fastac.planning.timeline import EXCHANGED, Candidate, Policies, Timeline, block_name
 from fastac.policy import NAMED, Policy
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class _Places:
         """FLOPs that run again, and bytes on the host; None if the policies do not fit."""
         if self.step.peak(policies, self.gradient_shards) > self.room.memory:
             return None
-        host = sum(copied.bytes for copied in self.step.host_copies(policies))
+        host = _on_host(self.step, policies)
         if host > self.room.host or (host and self.step.bytes_per_flop(policies) > rate):
             return None
         return self.step.recomputed(policies), host
@@ -280,23 +280,31 @@ def _sums(levels: Sequence[Sequence[Level]], limit: int, points: int, before: Se
     return Sums(parts, limit, points, every=True, before=before)
 
 
-def least(forecast: Forecast, room: Room, gradient_shards: int) -> tuple[int, dict[str, Policy]]:
-    """The peak of the policies that hold least on the device, and these policies."""
-    on_host = (False, True) if room.host else (False,)
-    policies = [forecast.policies(Policy("full", offload=offload)) for offload in on_host]
-    peaks = [forecast.full.peak(choice, gradient_shards) for choice in policies]
-    return min(zip(peaks, policies, strict=True), key=lambda pair: pair[0])
+def least(forecast: Forecast, room: Room, gradient_shards: int) -> dict[str, Policy]:
+    """The policies that hold least on the device."""
+    full, leaving = (forecast.policies(Policy("full", offload=offload)) for offload in (False, True))
+    choices = [full] + [leaving] * (_on_host(forecast.full, leaving) <= room.host)
+    return min(choices, key=lambda choice: forecast.full.peak(choice, gradient_shards))
+
+
+def _on_host(step: Timeline, policies: Policies) -> int:
+    return sum(copied.bytes for copied in step.host_copies(policies))
 
 
 def missing(forecast: Forecast, room: Room, *, gradient_shards: int | None = None) -> str:
     """Why nothing fits a room, and what would fit. The arguments are those of `choose`."""
     shards = gradient_shards or forecast.gpus
-    peak, _ = least(forecast, room, shards)
+    leaving = forecast.policies(Policy("full", offload=True))
+    peak, peak_leaving = (forecast.full.peak(choice, shards) for choice in (least(forecast, room, shards), leaving))
+    with_host = (
+        f" ({readable_bytes(peak_leaving)} with {readable_bytes(_on_host(forecast.full, leaving))} of host memory)"
+    )
     # Gradients do not grow with the tokens, and nearly everything else that a step allocates does.
     gradients = forecast.gradients if shards == forecast.gpus else 0
     share = (room.memory - gradients) / max(1, peak - gradients)
     return (
-        f"a step takes {readable_bytes(peak)} at least, and {readable_bytes(max(0, room.memory))} are there for it. "
+        f"a step takes {readable_bytes(peak)} at least{with_host * (peak_leaving < peak)}, and "
+        f"{readable_bytes(max(0, room.memory))} are there for it. "
         + (f"About {share:.0%} of the tokens would fit" if share > 0.01 else "Not even a few tokens would fit")
         + ": fewer frames, a smaller size or batch, LoRA, or more GPUs that share the weights."
     )

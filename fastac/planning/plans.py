@@ -16,9 +16,11 @@ import torch
 
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.models.blocks import check_module, unwrapped
+from fastac.planning import places
 from fastac.planning.fake_model import Inputs, arguments, fake_model
 from fastac.planning.fake_weights import BREAKS, gpus_of
 from fastac.planning.forecast import Forecast, PolicyPlan, States
+from fastac.planning.places import Room
 from fastac.policy import NAMED, Policy, of_first
 from fastac.verification.tables import new_table, render
 
@@ -44,11 +46,17 @@ ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
 TFLOPS = 400.0
 """TFLOP/s of a usual device: an H100 in bf16."""
 
-BUS = 25e9
-"""Bytes per second of a usual bus between host and device, in each direction: PCIe 4 x16."""
+HOST = 64 * 2**30
+"""Bytes of host memory for each GPU, of a usual machine."""
+
+GBPS = 25.0
+"""GB/s of a usual bus between host and device, in each direction: PCIe 4 x16."""
 
 WITHIN = "within "
-"""Prefix of the name of a plan for a budget."""
+"""Prefix of the name of the row for a budget."""
+
+AUTO = "auto"
+"""Name of the row for a memory: the best that fits in three places."""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -79,57 +87,77 @@ class Plan:
     # Bytes of the model's gradients, which the peak of every policy includes.
     gradients: int
     policies: tuple[PolicyPlan, ...]
-    # Saved bytes, and FLOPs relative to full checkpointing, by growing budgets.
-    frontier: tuple[tuple[int, float], ...]
-    # Only `fastac plan` sets the following. Block name -> its policy within the budget:
+    # Only `fastac plan` sets the following. Block name -> its policy in the row of the budget or of the memory:
     blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
     # Policy -> the most frames with which a step fits `memory`, or 0.
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Bytes of saved outputs that were asked for.
+    budget: int | None = None
     # Bytes of the device.
     memory: int | None = None
-    # Bytes of saved outputs: those asked for, or the most with which a step fits `memory`.
-    budget: int | None = None
-    # TFLOP/s of the device, for the bandwidth that hides copies to the host.
+    # Bytes of the host for each GPU.
+    host: int = HOST
+    # GB/s of the bus between them, in each direction.
+    gbps: float = GBPS
+    # TFLOP/s of the device, for the rate that hides copies to the host.
     tflops: float = TFLOPS
 
-    def within(self, saved: str | int, *, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
-        """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
+    def within(
+        self,
+        saved: str | int | None = None,
+        *,
+        memory: str | int | None = None,
+        host: str | int = 0,
+        gbps: float = GBPS,
+        linear: bool = True,
+        offload: bool = False,
+    ) -> dict[str, Policy]:
+        """The policies of all blocks that avoid the most recompute with so many bytes.
 
-        A block saves attention over at least some number of keys, and outputs of Linear modules by name. The policies
-        never recompute more than "attn_only" or "long_attn_only", if these hold no more.
+        Either `saved` limits the saved outputs, or `memory` the whole step. A block saves attention over at least some
+        number of keys, and outputs of Linear modules by name. The policies never recompute more than "full",
+        "attn_only" or "long_attn_only", if these fit, too.
 
         Args:
             saved: bytes that the saved outputs of all blocks hold together after one forward, above what full
                 checkpointing holds: "24GiB", "500MB" or a number.
-            linear: whether outputs of Linear modules may be among them. Compiled blocks cannot save these.
-            offload: whether the saved outputs wait in host memory, with the inputs of all blocks.
+            memory: bytes of the device for the peak of a step, with weights, gradients and the optimizer's states. All
+                of it is used: give a tenth less than the device has for what a plan does not count, "72GiB" of 80.
+            host: with `memory`, bytes of host memory for each GPU. The first blocks may leave what they keep there.
+            gbps: with `host`, the rate of the bus between host and device, in GB/s and each direction, beside 400
+                TFLOP/s of the device. If the device is half as fast, give twice the rate. Blocks copy no more than
+                computation hides, unless nothing fits otherwise: then a warning says so.
+            linear: whether outputs of Linear modules may be saved. Compiled blocks cannot save these.
+            offload: with `saved`, whether the saved outputs wait in host memory, with the inputs of all blocks.
 
         Returns:
             Block name -> Policy, as `fastac.enable` takes it for a model with blocks of these names.
 
         Raises:
-            FastacError: `saved` is not a number of bytes.
+            FastacError: both of `saved` and `memory` were given, or none, or an argument that belongs to the other one;
+                bytes without a unit, or a rate of 0; no policy fits `memory`: the text says what would fit.
 
         Example:
             >>> plan = fastac.plan(transformer, inputs)
             >>> fastac.enable(transformer, plan.within("24GiB"))
+            >>> fastac.enable(transformer, plan.within(memory="72GiB", host="64GiB"))
         """
-        return _within(self.forecast, parse_bytes(saved), linear, offload)
+        if saved is not None and memory is None and not host:
+            return _within(self.forecast, parse_bytes(saved), linear, offload)
+        if saved is not None or memory is None or offload:
+            raise FastacError(
+                'plan.within: give either bytes of saved outputs, within("24GiB") or within("24GiB", offload=True), or '
+                'the memory of the device, within(memory="72GiB") or within(memory="72GiB", host="64GiB")'
+            )
+        room = room_of(self.forecast, parse_bytes(memory), parse_bytes(host), gbps, self.tflops)
+        chosen = _in_room(self.forecast, room, linear)
+        if chosen is None:
+            raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {self._missing(room)}")
+        return chosen
 
-    def largest_budget(self, memory: str | int, *, offload: bool = False) -> int | None:
-        """The most bytes of saved outputs with which a step fits a memory, by its peak, for `within`.
-
-        Args:
-            memory: bytes of a device, less a tenth for what is not counted: "72GiB" of 80.
-            offload: as in `within`.
-
-        Returns:
-            Bytes, to within a thousandth of all that could be saved; None if no policy fits.
-
-        Raises:
-            FastacError: `memory` is not a number of bytes.
-        """
-        return self.forecast.largest_budget(parse_bytes(memory), offload)
+    def _missing(self, room: Room) -> str:
+        states = readable_bytes(self.states.total)
+        return f"Besides {states} of weights and optimizer, {places.missing(self.forecast, room)}"
 
     def as_json(self) -> dict[str, Any]:
         """The plan in values that JSON has."""
@@ -156,9 +184,13 @@ class Plan:
 
     @property
     def best(self) -> PolicyPlan | None:
-        """The policy of fewest FLOPs whose peak fits `memory`. If none other fits, its host copies are not hidden."""
-        fitting = [row for row in self.policies if self.memory is not None and row.peak_bytes <= self.memory]
-        return min(fitting, key=lambda row: cost(row, self.tflops), default=None)
+        """The policy of fewest FLOPs that fits `memory` and `host`. If none other fits, its copies are not hidden."""
+        if self.memory is None:
+            return None
+        room = room_of(self.forecast, self.memory, self.host, self.gbps, self.tflops)
+        fitting = [row for row in self.policies if row.peak_bytes <= self.memory and row.host_bytes <= room.host]
+        # Copies that the device waits for are worse than any recompute.
+        return min(fitting, key=lambda row: (row.bytes_per_flop > room.bytes_per_flop, row.flops), default=None)
 
     def _captions(self) -> list[str]:
         states = self.states
@@ -169,20 +201,25 @@ class Plan:
             lines += [
                 "host: bytes in host memory for each GPU, which are not held on the device",
                 f"GB/s: host copies of at least this rate in each direction are hidden at {self.tflops:g} TFLOP/s; "
-                f"PCIe 4 x16 gives about {BUS / 1e9:g}, PCIe 5 x16 about {2 * BUS / 1e9:g}",
+                f"PCIe 4 x16 gives about 25, PCIe 5 x16 about 50",
             ]
         if self.largest:
-            lines.append(f"longest video: the most frames with which a step fits {readable_bytes(self.memory or 0)}")
+            lines.append(
+                f"longest video: the most frames with which a step fits {readable_bytes(self.memory or 0)}, with any "
+                f"host memory"
+            )
         if self.blocks:
             lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
+        best = self.best
         if self.memory is not None:
             lines.append(
                 f"memory: {readable_bytes(self.memory)}. The plan leaves no reserve for what it does not count; pass "
                 f"10 % less than the device has"
             )
-            if min(row.peak_bytes for row in self.policies) > self.memory:
-                lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
-        if (best := self.best) is not None:
+            if best is None:
+                room = room_of(self.forecast, self.memory, self.host, self.gbps, self.tflops)
+                lines.append(f"no policy fits. {self._missing(room)}")
+        if best is not None:
             lines.append(
                 f"best that fits: {best.policy}, with {best.relative:.3f} of the FLOPs of full, "
                 f"{readable_bytes(best.peak_bytes)}"
@@ -219,7 +256,7 @@ def _frames(count: int | None) -> str:
 
 
 def summary(policies: Collection[Policy]) -> str:
-    """Counts of blocks by saved output: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
+    """Counts of blocks by what they do: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
     counts: Counter[str] = Counter()
     for policy in policies:
         attention = f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"
@@ -227,7 +264,11 @@ def summary(policies: Collection[Policy]) -> str:
     parts = [f"{what} in {count}" for what, count in counts.most_common()]
     if parts:
         parts[0] += f" of {len(policies)} blocks"
-    return ", ".join(parts) or "nothing"
+    if not any(policy.checkpoints for policy in policies):
+        parts = ["no checkpointing"]
+    on_host = sum(bool(policy.offload) for policy in policies)
+    waiting = f"{on_host} of {len(policies)} blocks wait on the host; saved: " * bool(on_host)
+    return waiting + (", ".join(parts) or "nothing")
 
 
 def plan(
@@ -322,20 +363,48 @@ def _within(forecast: Forecast, limit: int, linear: bool, offload: bool) -> dict
     return chosen
 
 
+def room_of(forecast: Forecast, memory: int, host: int, gbps: float, tflops: float) -> Room:
+    """What a step may use besides weights and optimizer. Raises FastacError for a rate that is not above 0."""
+    if not (gbps > 0 and tflops > 0):
+        raise FastacError(f"plan: {gbps:g} GB/s beside {tflops:g} TFLOP/s: two numbers above 0 were expected")
+    return Room(memory - forecast.states.total - forecast.wider, host, bytes_per_flop=gbps * 1e9 / (tflops * 1e12))
+
+
+def _in_room(forecast: Forecast, room: Room, linear: bool = True) -> dict[str, Policy] | None:
+    """The best policies of all blocks in a room, and a warning if their copies are not hidden; None if nothing fits."""
+    chosen = places.choose(forecast, room, linear=linear)
+    if chosen is not None and (rate := forecast.full.bytes_per_flop(chosen)) > room.bytes_per_flop:
+        logger.warning(
+            "plan: nothing fits without copies to the host that need %.1f times the rate of the bus: the device will "
+            "wait for them",
+            rate / room.bytes_per_flop,
+        )
+    return chosen
+
+
 def make_plan(
     forecast: Forecast,
     name: str,
     inputs: str,
+    *,
     budget: int | None = None,
-    memory: int | None = None,
-    checkpointed: int | None = None,
     offload: bool = False,
+    memory: int | None = None,
+    host: int = HOST,
+    gbps: float = GBPS,
     tflops: float = TFLOPS,
+    checkpointed: int | None = None,
 ) -> Plan:
-    """The plan of a forecast, with a row for a budget of saved bytes: by default the largest that fits `memory`.
+    """The plan of a forecast.
 
-    checkpointed: adds two rows in which so many blocks are checkpointed. offload: whether the row of the budget
-    offloads. tflops: speed of the device. It decides how rows with offload compare with others.
+    Args:
+        budget: bytes of saved outputs, for one more row.
+        offload: whether this row offloads.
+        memory: bytes of the device, for the row of the best that fits.
+        host: bytes of the host that this row may take.
+        gbps: rate of the bus. It decides how rows with offload compare with others.
+        tflops: speed of the device, likewise.
+        checkpointed: adds two rows in which so many blocks are checkpointed.
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
@@ -344,13 +413,13 @@ def make_plan(
         for policy_name in ("full", "attn_only"):
             first_blocks = of_first(called, checkpointed, policy_name)
             policies.append(forecast.plan(first_blocks, f"{policy_name}, first {checkpointed} blocks"))
-    written = readable_bytes(budget or 0)
-    if budget is None and memory is not None and (largest := forecast.largest_budget(memory, offload)) is not None:
-        budget, written = rounded_down(largest)
     blocks: dict[str, Policy] = {}
     if budget is not None:
         blocks = _within(forecast, budget, True, offload)
-        policies.append(forecast.plan(blocks, WITHIN + written + ", offload" * offload))
+        policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
+    if memory is not None and (fits := _in_room(forecast, room_of(forecast, memory, host, gbps, tflops))) is not None:
+        blocks = fits
+        policies.append(forecast.plan(blocks, AUTO))
     return Plan(
         forecast=forecast,
         subject=name,
@@ -358,24 +427,13 @@ def make_plan(
         states=forecast.states,
         gradients=forecast.gradients,
         policies=tuple(policies),
-        frontier=tuple(forecast.frontier()),
         blocks=blocks,
-        memory=memory,
         budget=budget,
+        memory=memory,
+        host=host,
+        gbps=gbps,
         tflops=tflops,
     )
-
-
-def rounded_down(size: int) -> tuple[int, str]:
-    """The next smaller number of bytes that is written in few digits, and how it is written: "7.56 GiB"."""
-    unit = unit_of([size])
-    text = f"{size * 100 // parse_bytes(f'1{unit}') / 100:g} {unit}"
-    return parse_bytes(text), text
-
-
-def cost(row: PolicyPlan, tflops: float) -> tuple[bool, int]:
-    """A key to compare policies: first whether the device waits for host copies on `BUS`, then FLOPs."""
-    return copies_per_second(row, tflops) > BUS, row.flops
 
 
 def copies_per_second(row: PolicyPlan, tflops: float) -> float:

@@ -20,7 +20,7 @@ from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_values import Following
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import Forecast
-from fastac.planning.plans import ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
+from fastac.planning.plans import GBPS, HOST, ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 
 logger = logging.getLogger("fastac")
@@ -62,21 +62,24 @@ def plan_video(
     training: Training = Training(),
     *,
     budget: int | None = None,
-    memory: int | None = None,
-    checkpointed: int | None = None,
     offload: bool = False,
+    memory: int | None = None,
+    host: int = HOST,
+    gbps: float = GBPS,
     tflops: float = TFLOPS,
+    checkpointed: int | None = None,
     tell: Tell = lambda text: None,
 ) -> Plan:
     """Plan a step of a published model on a video.
 
     Args:
         budget: bytes of saved outputs, for one more row.
-        memory: bytes of the device: adds the longest video with which a step fits and, without a budget, the row of
-            the largest budget that fits.
-        checkpointed: as in `plan`.
         offload: whether the row of the budget offloads.
+        memory: bytes of the device: adds the row of the best that fits, and the longest video with which a step fits.
+        host: bytes of the host that the best may take.
+        gbps: rate of the bus between them.
         tflops: speed of the device.
+        checkpointed: as in `plan`.
         tell: called with the progress, in words.
 
     Raises:
@@ -89,14 +92,24 @@ def plan_video(
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
-        made = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload, tflops)
+        made = make_plan(
+            forecast,
+            configuration.name,
+            described,
+            budget=budget,
+            offload=offload,
+            memory=memory,
+            host=host,
+            gbps=gbps,
+            tflops=tflops,
+            checkpointed=checkpointed,
+        )
     if memory is None:
         return made
-    # A budget that was found for this video says nothing about others. One that was asked for is searched, too.
     largest = {
         row.policy: search.longest(row.policy, memory)
         for row in made.policies
-        if row.policy in ROWS or (row.policy.startswith(WITHIN) and budget is not None)
+        if row.policy in ROWS or row.policy.startswith(WITHIN)
     }
     return dataclasses.replace(made, largest=largest)
 

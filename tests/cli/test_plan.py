@@ -15,10 +15,10 @@ import pytest
 
 import fastac
 from fastac import cli
-from fastac.cli.plan import lines_of
+from fastac.cli.plan import add_arguments, lines_of
 from fastac.models import published as configurations
 from fastac.planning import Plan
-from fastac.planning.plans import ROWS, make_plan, parse_bytes
+from fastac.planning.plans import ROWS, make_plan
 from fastac.planning.video import Training, plan_video
 from fastac.policy import Policy
 from tests.support import cells_of
@@ -48,18 +48,18 @@ def test_the_command_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_plan_as_json(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All that a plan has, and where the configuration is from; nothing else is on stdout. With a picture."""
-    picture = tmp_path / "frontier.svg"
+    picture = tmp_path / "plan.svg"
     assert cli.main(["plan", *small, "--budget", "20KiB", "--json", "--plot", str(picture)]) == 0
     captured = capsys.readouterr()
     found: dict[str, Any] = json.loads(captured.out)
-    building, simulating = captured.err.splitlines()
+    building, simulating, drawing = captured.err.splitlines()
     assert building == f"building {small[0]} without weights"
     assert simulating == f"simulating {small[0]} on 5 frames"
+    assert drawing == "drawing FLOPs over memory"
     assert found["configuration"] == found["subject"] == small[0]
     assert found["inputs"] == "1 x 5 frames of 32 x 48, 8 tokens of text, bfloat16, all weights, adamw"
     assert [one["policy"] for one in found["policies"]] == [*ROWS, "within 20.0 KiB"]
     assert (found["budget"], found["memory"], found["largest"]) == (20 * 2**10, None, {})
-    assert found["frontier"][0] == [0, 1.0]
     blocks = {name: Policy(**one) for name, one in found["blocks"].items()}
     assert list(blocks) == ["blocks.0", "blocks.1", "blocks.2"]
     model: Any = configurations.build(configurations.load_configuration(small[0]))
@@ -86,45 +86,60 @@ def test_a_plan_as_a_table(
 
 
 def test_the_best_that_fits(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all rows and budgets, with host copies only as fast as a usual bus; and the lines of code enable it."""
+    """Of all rows, with copies only as fast as the bus; and the lines of code enable it."""
     monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
     Path(small[0]).write_text(json.dumps(json.loads(Path(small[0]).read_text()) | {"num_layers": 4}))
     configuration = configurations.load_configuration(small[0])
     video = dataclasses.replace(configuration.default, frames=33, height=64, width=64, text_tokens=8)
     found = plan_video(configuration, video, Training(optimizer="sgd"))
     model: Any = configurations.build(configuration, video.dtype)
-    options = argparse.Namespace(memory="", budget=None, context_parallel=1, checkpointed=2)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = ["model", "--checkpointed", "2", "--optimizer", "sgd", "--gpus", "2", "--memory"]
     given = {"fastac": fastac, "transformer": model, "inputs": {}}
-    monkeypatch.setattr(fastac, "plan", lambda *arguments: found)  # it was simulated already
 
-    def enabled(plan: Plan) -> Any:
-        exec("\n".join(lines_of(plan, options)), given)
+    def lines(plan: Plan, *options: str) -> list[str]:
+        return lines_of(plan, parser.parse_args([*arguments, *options]))
+
+    def enabled(code: list[str]) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(fastac, "plan", lambda *args, **kwargs: found)  # it was simulated already
+            exec("\n".join(code), given)
         state = fastac.hook.enabled_on(model)
         fastac.disable(model)
         return "none" if state is None else state.policy_as_given()
 
-    # The largest budget, in few digits; with offload, which holds less of the inputs, if it is asked for.
-    peak = found.forecast.peak("full")
-    for offload in (False, True):
-        plan = make_plan(found.forecast, "", "", memory=peak + 50_000, offload=offload, tflops=1e-9)
+    # The best in three places, on a bus that is fast enough for this video, beside a device of half the speed.
+    memory = found.forecast.peak("full") + 50_000
+    rates: dict[str, float] = {"gbps": 1e7, "tflops": 200}
+    options = [f"{memory}B", "--gbps", "1e7", "--tflops", "200"]
+    planned = 'plan = fastac.plan(transformer, inputs, optimizer="sgd", gpus=2)'
+    for host, code in ((0, ""), (60_000, ', host="60000B", gbps=2e+07')):
+        plan = make_plan(found.forecast, "", "", memory=memory, host=host, **rates)
         assert plan.best is plan.policies[-1]
-        assert plan.best.peak_bytes <= peak + 50_000
-        size, is_offloaded = re.fullmatch(r"within (\S+ KiB)(, offload)?", plan.best.policy).groups()
-        assert bool(is_offloaded) == offload
-        assert parse_bytes(size) == plan.budget >= plan.best.saved_bytes
-        assert enabled(plan) == found.within(size, offload=offload) == plan.blocks
+        assert (plan.best.policy, plan.best.host_bytes > 0) == ("auto", host > 0)
+        written = lines(plan, *options, "--host", f"{host}B")
+        assert written == [planned, f'fastac.enable(transformer, plan.within(memory="{memory}B"{code}))']
+        assert enabled(written) == plan.blocks
+        waits = sum(bool(policy.offload) for policy in plan.blocks.values())
+        assert f"auto: {waits} of 4 blocks wait on the host; saved: " * bool(host) in " ".join(str(plan).split())
+    # Nothing has to wait on a usual bus.
+    plan = make_plan(found.forecast, "", "", memory=memory)
+    assert plan.best.host_bytes == 0
+    assert lines(plan, f"{memory}B")[1] == f'fastac.enable(transformer, plan.within(memory="{memory}B"))'
+    assert "no policy fits. Besides " in " ".join(str(make_plan(found.forecast, "", "", memory=1)).split())
 
     rows = [*found.policies, dataclasses.replace(found.policies[0], policy="attn_only, first 2 blocks")]
     first = {f"blocks.{number}": Policy("attn_only" if number < 2 else "none") for number in range(4)}
     expected = ROWS | {"none": "none", "attn_only, first 2 blocks": first}
     for name, policy in expected.items():
         fits = tuple(dataclasses.replace(one, peak_bytes=1 if one.policy == name else 2) for one in rows)
-        assert enabled(dataclasses.replace(found, policies=fits, memory=1)) == policy
-    # Copies that are waited for are worse than any recompute.
-    waits = dataclasses.replace(found.policies[3], peak_bytes=1, bytes_per_flop=1.0)
+        assert enabled(lines(dataclasses.replace(found, policies=fits, memory=1), "1B")) == policy
+    # Copies that are waited for are worse than any recompute, and bytes that the host does not have are none.
+    waits = dataclasses.replace(found.policies[3], peak_bytes=1, host_bytes=2, bytes_per_flop=1.0)
     full = dataclasses.replace(found.policies[1], peak_bytes=1)
-    for fits, best in (((waits, full), full), ((waits,), waits), ((), None)):
-        assert dataclasses.replace(found, policies=fits, memory=1).best is best
+    for fits, host, best in (((waits, full), 2, full), ((waits,), 2, waits), ((waits,), 1, None), ((), 1, None)):
+        assert dataclasses.replace(found, policies=fits, memory=1, host=host).best is best
 
 
 def test_a_plan_with_offload(
@@ -196,6 +211,8 @@ def test_what_cannot_be_planned_is_one_message(
         ([*small, "--budget", "much"], "'much'"),
         ([*small, "--budget", "40"], "'40': expected bytes with their unit"),
         ([*small, "--memory", "80G"], "'80G'"),
+        ([*small, "--memory", "80GiB", "--host", "64"], "'64'"),
+        ([*small, "--memory", "80GiB", "--offload"], "plan --offload is for the row of --budget"),
         ([*small, "--gpus", "3", "--context-parallel", "2"], "does not divide 3 GPUs"),
     ):
         assert cli.main(["plan", *arguments]) == 1, arguments

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastac.planning import knapsack
-from fastac.planning.knapsack import Marks, choose_outputs, frontier
+from fastac.planning.knapsack import Marks, choose_outputs
 from fastac.planning.timeline import Candidate
 
 GIB = 2**30
@@ -106,19 +106,9 @@ def test_of_two_equal_blocks_the_earlier_saves_a_subset(blocks: Blocks, limit: i
             assert all(out in last for out in first)
 
 
-@examples(50)
-@given(random_blocks(), st.integers(2, 12))
-def test_the_frontier_is_what_choose_finds_for_its_limits(blocks: Blocks, points: int) -> None:
-    found = frontier(blocks, points)
-    everything = best(all_sums(blocks), 1000)[0]
-    limits = [everything * number // (points - 1) for number in range(points)]
-    assert found == list(dict.fromkeys(total(blocks, choose_outputs(blocks, limit)) for limit in limits))
-
-
 def test_no_blocks_and_no_outputs() -> None:
     assert choose_outputs({}, 9) == {}
     assert choose_outputs({"block": []}, 9) == {"block": set()}
-    assert frontier({}) == frontier({"block": []}) == [(0, 0)]
 
 
 def test_a_thinned_list_stays_within_the_limit_and_near_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import MIB, Forecast, states_of
+from fastac.planning.forecast import Forecast, states_of
 from fastac.planning.plans import make_plan
 from fastac.policy import Policy
 from tests.hook.hosts import CheckpointsItself, diffuser
@@ -138,29 +138,66 @@ def test_blocks_that_are_named() -> None:
 def large() -> Forecast:
     torch.manual_seed(0)
     inputs = {"video": torch.randn(1, 8192, 16), "text": torch.randn(1, 6, 16)}
-    return Forecast(fake_model(stack(layers=3), inputs, "blocks"))
+    return Forecast(fake_model(stack(layers=4), inputs, "blocks"))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_largest_budget_fits(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after it was rounded: fewer bytes may be saved by other blocks, at a worse moment."""
+def test_what_is_within_a_memory_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The peak and the host's bytes, and it runs no more than any row that fits; copies are hidden if they can be."""
     monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
-    found = large()
+    plan = make_plan(large(), "", "")
+    rows = {row.policy: row for row in plan.policies}
+    everything = large().peak(Policy("attn_only", linear=("*",)))
+    least, most = rows["full, offload"].peak_bytes, rows["full, offload"].host_bytes
+    for memory in range(least, everything, (everything - least) // 4):
+        for host, gbps in ((0, 25.0), (most // 2, 1e12), (20 * most, 1e12), (20 * most, 60.0)):
+            if memory < rows["full"].peak_bytes and host < most:
+                continue
+            found = large().plan(plan.within(memory=memory, host=host, gbps=gbps))
+            assert found.peak_bytes <= memory
+            assert found.host_bytes <= host
+            fits = [row for row in plan.policies if row.peak_bytes <= memory and row.host_bytes <= host]
+            hidden = [row for row in fits if row.bytes_per_flop * plan.tflops * 1e12 <= gbps * 1e9]
+            if hidden:
+                assert found.bytes_per_flop * plan.tflops * 1e12 <= gbps * 1e9 * (1 + 1e-9)
+            assert found.flops <= min(row.flops for row in hidden or fits)
+    assert plan.within(memory="1GiB") == large().policies("none")
+    assert not caplog.messages
+    without = plan.within(memory=(rows["full"].peak_bytes + everything) // 2, linear=False)
+    assert {policy.linear for policy in without.values()} == {()}
+    # On a slow bus, too, as nothing else fits.
+    assert large().plan(plan.within(memory=least, host=most, gbps=1e-3)).host_bytes > 0
+    (said,) = caplog.messages
+    assert said.startswith("plan: nothing fits without copies to the host that need ")
 
-    def peak(limit: int) -> int:
-        return found.plan(found.within(limit, offload=offload)).peak_bytes
 
-    everything = sum(one.bytes for candidates in found.full.candidates.values() for one in candidates)
-    full, most = peak(0), peak(everything)
-    assert full < most
-    for share in (1, 5, 9):
-        memory = full + (most - full) * share // 10
-        limit = found.largest_budget(memory, offload)
-        assert limit is not None
-        assert peak(limit) <= memory
-        assert limit % MIB == 0 or limit < MIB
-    assert found.largest_budget(full - 1, offload) is None
-    assert found.largest_budget(most, offload) == -(-everything // MIB) * MIB
+def test_a_memory_in_which_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
+    plan = make_plan(large(), "", "")
+    least = large().peak("full")
+    assert large().peak(plan.within(memory=least)) == least
+    for host in (0, "1B"):  # a byte of the host is of no use
+        with pytest.raises(FastacError) as refused:
+            plan.within(memory=least - 1, host=host)
+        said = str(refused.value)
+        assert said.startswith(f"plan.within(memory={least - 1}, host={host!r}): no policy fits. Besides ")
+        least_bytes = readable_bytes(least - plan.states.total)
+        assert f"a step takes {least_bytes} at least (10.8 MiB with 512.0 KiB of host memory)" in said
+        assert "100% of the tokens would fit: fewer frames" in said
+
+
+def test_arguments_of_within() -> None:
+    plan = plan_of(WAN)
+    for saved, options, message in (
+        (None, {}, "give either"),
+        ("1GiB", {"memory": "1GiB"}, "give either"),
+        ("1GiB", {"host": "1GiB"}, "give either"),
+        (None, {"memory": "1GiB", "offload": True}, "give either"),
+        (None, {"memory": "1"}, "'1': expected bytes"),
+        (None, {"memory": "1GiB", "host": "1"}, "'1': expected bytes"),
+        (None, {"memory": "1GiB", "gbps": 0}, "0 GB/s beside 400 TFLOP/s"),
+    ):
+        with pytest.raises(FastacError, match=message):
+            plan.within(saved, **options)
 
 
 # What it is given
@@ -225,10 +262,6 @@ def test_what_a_plan_says() -> None:
     found = plan_of(WAN)
     assert found.subject == WAN
     assert found.inputs.startswith("hidden_states (1, 4, 2, 16, 16), timestep (1,)")
-    saved, relative = zip(*found.frontier, strict=True)
-    assert (saved[0], relative[0]) == (0, 1.0)
-    assert list(saved) == sorted(set(saved))
-    assert list(relative) == sorted(set(relative), reverse=True)
 
 
 # Refused
