@@ -73,7 +73,7 @@ class Series:
             # The second block got its inputs from the first in the same way, and all its outputs are inputs now.
             tensors = [leaf for leaf in tree_leaves(self._outputs) if isinstance(leaf, weakref.ref)]
             self.repeats = sources == self._sources and None not in sources and {*range(len(tensors))} <= {*sources}
-            self.repeats &= all(tensor().requires_grad for tensor in tensors)
+            self.repeats &= all(getattr(tensor(), "requires_grad", False) for tensor in tensors)
         elif number > 2 and not is_last and (now != before or not all(map(_is, self._inputs, leaves))):
             self._stop()  # the model did something between two blocks
         self._inputs, self._sources = list(map(_remembered, leaves)), sources
@@ -269,8 +269,9 @@ def _zones(step: Timeline, series: Series) -> list[_Zone]:
     names, last = series.names, len(series.names) - 1
     if last not in series.forwards or not series.backwards.keys() >= {0, 1, last - 1}:
         raise NotAlikeError
-    forward = _Zone(names, *(series.forwards[number] for number in (1, 2, last)), 1)
-    backward = _Zone(names, *(series.backwards[number] for number in (last - 1, 1, 0)), -1)
+    of_forward, of_backward = series.forwards, series.backwards
+    forward = _Zone(names, of_forward[1], of_forward[2], of_forward[last], 1)
+    backward = _Zone(names, of_backward[last - 1], of_backward[1], of_backward[0], -1)
     zones = [forward, backward]
     of_second = [event for zone in zones for event in zone.of_second(step.events, "events")]
     between = step.events[forward.end.events : backward.start.events]

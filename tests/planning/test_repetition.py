@@ -109,8 +109,8 @@ class WiderBlock(Changing):
     ("kind", "expected"),
     [
         (Changing, [5]),
-        (ChangesOne, [4, LAYERS]),
-        (ChangesAside, [3, LAYERS]),
+        (ChangesOne, [2, LAYERS]),
+        (ChangesAside, [2, LAYERS]),
         (AddsAll, [5, LAYERS]),
         (WiderBlock, [7]),
     ],
