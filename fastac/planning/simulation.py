@@ -30,6 +30,7 @@ from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.cuda import OneKernel
 from fastac.planning.fake_model import FakeModel
+from fastac.planning.repetition import Cut, NotAlikeError, Series, repeated, series_of
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, HeldStorage, Moment, Place, Timeline
 from fastac.registry import classify
 from fastac.registry.torch_private import arguments_of
@@ -120,6 +121,10 @@ class Meter(TorchDispatchMode):
                 storage.held = HeldStorage(storage.event.bytes)
                 self.storages.append(storage.held)
             storage.held.inputs_of.append(region)
+
+    def cut(self) -> Cut:
+        """What is recorded up to now."""
+        return Cut(len(self.events), len(self.storages), self.flops.copy())
 
     def end_forward(self) -> None:
         """The forward has ended."""
@@ -275,6 +280,19 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
     Args:
         checkpointed: blocks under full checkpointing. If there are any, blocks that are found now are checkpointed too.
     """
+    blocks = dict(fake_model.blocks)
+    try:
+        return _simulate(fake_model, checkpointed, split, series_of(fake_model.model, blocks, checkpointed))
+    except NotAlikeError:
+        fake_model.blocks.clear()
+        fake_model.blocks.update(blocks)
+        return _simulate(fake_model, checkpointed, split, {})
+
+
+def _simulate(
+    fake_model: FakeModel, checkpointed: Collection[str], split: Split, all_series: Mapping[str, Series]
+) -> Timeline:
+    """Simulate a step. all_series: names of blocks of which not all have to run -> their series."""
     flops.register_formulas()
     names = {module: name for name, module in fake_model.model.named_modules()}
     names |= {block: name for name, block in fake_model.blocks.items()}
@@ -298,6 +316,10 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
             raise FastacError(f"plan: {name!r} runs in a checkpoint of the model's own. Switch that off.")
         calls[name] += 1
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
+        series = None if meter.region else all_series.get(name)
+        if series is not None and (outputs := series.enter(name, (args, kwargs), meter.cut())) is not None:
+            meter.begins[region] = []  # in the order of the calls
+            return outputs
 
         def run(*args: Any, **kwargs: Any) -> Any:
             outer, meter.region = meter.region, region
@@ -321,11 +343,13 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
             # The block is frozen, as is everything before it: backward needs nothing from it, so nothing is saved.
             for candidate in meter.candidates[region]:
                 candidate.name, candidate.keys = "", 0
+        if series is not None:
+            series.leave(name, outputs, meter.cut)
         return outputs
 
     fake_model.attach(call)
-    for parameter in fake_model.model.parameters():
-        parameter.grad = None
+    for tensor in (*fake_model.model.parameters(), *inputs):
+        tensor.grad = None
     with fake_model.known.mode, fake_model.known.readable(), _named_linear(meter, fake_model.blocks.values()), meter:
         with on_device(), precision:
             leaves = tree_leaves(fake_model.model(*fake_model.args, **fake_model.kwargs))
@@ -339,7 +363,7 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()
         del outputs, losses
-        return meter.finish(fake_model.model.parameters())
+        return repeated(meter.finish(fake_model.model.parameters()), set(all_series.values()))
 
 
 @contextlib.contextmanager
