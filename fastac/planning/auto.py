@@ -34,7 +34,7 @@ from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
 from fastac.planning import places
-from fastac.planning.fake_model import Call, fake_model
+from fastac.planning.fake_model import Arguments, fake_model
 from fastac.planning.fake_weights import BREAKS, gpus_of, stored_bytes
 from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyPlan
 from fastac.planning.places import Room
@@ -137,13 +137,13 @@ class Choice(NamedTuple):
     forward_flops: int = 0
 
 
-class _Forward(NamedTuple):
+class _ForwardPass(NamedTuple):
     """A forward that begins."""
 
     model: torch.nn.Module
     # Whether outputs of Linear modules can be saved.
     saves_linear: Callable[[], bool]
-    call: Call
+    call: Arguments
     # The signature of the inputs, and whether gradients are allocated already.
     key: tuple[Any, bool]
 
@@ -176,7 +176,7 @@ class _Means:
 
 
 @dataclasses.dataclass
-class _Measurement:
+class _MeasuredStep:
     """A step in which the planner measures."""
 
     key: tuple[Any, bool]
@@ -210,7 +210,7 @@ class Planner:
         self._forecasts: dict[Any, Forecast] = {}
         self._means: _Means | None = None
         self._forwards = 0
-        self._measurement: _Measurement | None = None
+        self._measurement: _MeasuredStep | None = None
         # A trained weight: its module, its name, and its version when it was first seen. An optimizer changes it.
         self._weight: tuple[torch.nn.Module, str, int] | None = None
         self._out_of_memory = process.out_of_memory
@@ -234,7 +234,7 @@ class Planner:
         if trained is None:
             return None
         key = (signature(args), signature(kwargs)), trained.grad is not None
-        forward = _Forward(model, saves_linear, Call(args, kwargs), key)
+        forward = _ForwardPass(model, saves_linear, Arguments(args, kwargs), key)
         self._forwards += 1
         if self._out_of_memory != process.out_of_memory:
             self._take_less()
@@ -273,7 +273,7 @@ class Planner:
         larger = [known for known in alike if kinds.elements_in(known) >= kinds.elements_in(key)]
         return self._choices[min(larger, key=kinds.elements_in)] if larger else None
 
-    def _choose(self, forward: _Forward) -> Choice:
+    def _choose(self, forward: _ForwardPass) -> Choice:
         """Plan for the inputs of a forward. Raises FastacError if nothing fits."""
         timer = threading.Timer(2, logger.warning, (f'policy "auto": planning {forward}',))
         timer.daemon = True
@@ -292,7 +292,7 @@ class Planner:
         logger.info('policy "auto", %s: %s', forward, choice.why)
         return choice
 
-    def _forecast(self, forward: _Forward) -> Forecast | str:
+    def _forecast(self, forward: _ForwardPass) -> Forecast | str:
         """The forecast for the inputs of a forward, or why they cannot be simulated."""
         shapes, _ = forward.key
         if shapes in self._forecasts:
@@ -310,7 +310,7 @@ class Planner:
         self._forecasts[shapes] = forecast
         return forecast
 
-    def _plan(self, forward: _Forward, forecast: Forecast, means: _Means) -> Choice:
+    def _plan(self, forward: _ForwardPass, forecast: Forecast, means: _Means) -> Choice:
         _, has_gradients = forward.key
         memory = means.memory - self._excess[forward.key] - forecast.gradients * has_gradients
         room = Room(memory, means.host, means.rate / means.speed)
@@ -345,7 +345,7 @@ class Planner:
         row = dataclasses.replace(row, peak_bytes=peak)
         return Choice(policies, "; ".join(filter(None, why)), row, forecast.full.flops["forward"])
 
-    def _look(self, forward: _Forward, forecast: Forecast) -> _Means:
+    def _look(self, forward: _ForwardPass, forecast: Forecast) -> _Means:
         """What a step may use: the least of all ranks."""
         auto, memory = self.auto, memory_of(forward.device)
         if memory is None and auto.memory is None:
@@ -364,7 +364,7 @@ class Planner:
         limit, for_step, host = map(int, sizes)
         return _Means(limit, for_step, host, rate, (auto.tflops or TFLOPS) * 1e12)
 
-    def _others(self, forward: _Forward, forecast: Forecast, memory: DeviceMemory | None) -> int:
+    def _others(self, forward: _ForwardPass, forecast: Forecast, memory: DeviceMemory | None) -> int:
         """Bytes of the device that are not a step's: weights, states of the optimizer, other models; no gradients."""
         states, wider = forecast.states, forecast.wider
         if memory is None:
@@ -414,13 +414,13 @@ class Planner:
         self._choices.clear()
         logger.info('policy "auto": memory ran out, so the next plans take a tenth less')
 
-    def _measure(self, forward: _Forward, choice: Choice) -> None:
+    def _measure(self, forward: _ForwardPass, choice: Choice) -> None:
         """Measure the step that begins, if it is one of the first two with these inputs; with several ranks, of all."""
         self._uses[forward.key] += 1
         number = self._forwards if rank() else self._uses[forward.key]
         if number <= 2 and choice.row is not None:
             memory = memory_of(forward.device)
-            self._measurement = _Measurement(forward.key, choice, number == 2, memory, _now(forward.device))
+            self._measurement = _MeasuredStep(forward.key, choice, number == 2, memory, _now(forward.device))
 
     def after_forward(self, outputs: Any) -> None:
         """The forward has ended. In a step that is measured, note the time, and the peak when backward ends."""
@@ -433,7 +433,7 @@ class Planner:
                 leaf.register_hook(functools.partial(_in_backward, measurement, leaf.device))
                 return
 
-    def _judge(self, forward: _Forward) -> None:
+    def _judge(self, forward: _ForwardPass) -> None:
         """Plan again if the measured step shows much less memory than was planned with, or much more."""
         measurement, means = self._measurement, self._means
         self._measurement = None
@@ -501,11 +501,11 @@ def _seconds(began: Any, ended: Any) -> float:
     return float(began.elapsed_time(ended)) / 1000
 
 
-def _in_backward(measurement: _Measurement, device: torch.device, gradient: torch.Tensor) -> None:
+def _in_backward(measurement: _MeasuredStep, device: torch.device, gradient: torch.Tensor) -> None:
     torch_private.at_end_of_backward(functools.partial(_note_peak, measurement, device))
 
 
-def _note_peak(measurement: _Measurement, device: torch.device) -> None:
+def _note_peak(measurement: _MeasuredStep, device: torch.device) -> None:
     now, before = memory_of(device), measurement.before
     # A peak from before the step, of a text encoder for example, says nothing about the step.
     if now is not None and before is not None and now.peak > before.peak:

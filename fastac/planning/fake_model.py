@@ -25,7 +25,7 @@ Inputs = Mapping[str, Any] | Sequence[Any]
 """Inputs of one call: keyword arguments, or a tuple of arguments by position."""
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """Inputs of one call, with arguments of both kinds."""
 
     args: tuple[Any, ...]
@@ -69,7 +69,7 @@ class FakeModel:
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by position and by name. Raises FastacError for inputs that are neither a mapping nor a tuple."""
-    if isinstance(inputs, Call):
+    if isinstance(inputs, Arguments):
         return inputs
     if isinstance(inputs, Mapping):
         return (), dict(inputs)

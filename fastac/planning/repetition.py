@@ -10,6 +10,7 @@ as the second.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import weakref
 from collections import Counter
@@ -195,7 +196,8 @@ class _Zone:
         """What the second block added to a list. kind: "events" or "storages"."""
         start, middle, end = (getattr(cut, kind) for cut in (self.start, self.middle, self.end))
         second, other = (listed[start:middle], listed[middle:end])[:: self.direction]
-        if self._renamed(second, [self.names[1], *self.names[-2:]]) != other:
+        renamed = self._renamed(second, [self.names[1], *self.names[-2:]])
+        if without_order(renamed) != without_order(other):
             raise NotAlikeError
         return second
 
@@ -219,6 +221,16 @@ def _with_names(item: Any, rename: Callable[[str], str]) -> Any:
     if isinstance(item, HeldStorage):
         changes["inputs_of"] = list(map(rename, item.inputs_of))
     return dataclasses.replace(item, **changes) if changes else item
+
+
+def without_order(items: Sequence[Any]) -> list[Any]:
+    """Events, with those that release together by their bytes: autocast drops what it has cast in any order."""
+    runs = itertools.groupby(items, lambda item: item.bytes < 0)
+    return [item for is_release, run in runs for item in (sorted(run, key=_by_bytes) if is_release else run)]
+
+
+def _by_bytes(event: Event) -> tuple[int, str, int]:
+    return event.bytes, str(event.candidate), event.change
 
 
 def repeated(step: Timeline, all_series: Iterable[Series]) -> Timeline:
@@ -283,14 +295,22 @@ def _zones(step: Timeline, series: Series) -> list[_Zone]:
             if storage.inputs_of[index : index + 1] != names[-2:-1]:
                 raise NotAlikeError
             storage.inputs_of[index:index] = names[2:-2]
+    # What the forward of a block allocates and its backward does not release, such as weights that autocast has cast.
+    longer = {id(event): event for event in forward.of_second(step.events, "events") if event.bytes > 0}
+    for zone in zones:
+        for event in step.events[zone.start.events : zone.end.events]:
+            longer.pop(id(event.ends), None)
+    lasting = sum(event.bytes for event in longer.values())
     is_alike = (
         step.candidates[names[1]] == step.candidates[names[-2]]
         and all(zone.end.flops - zone.middle.flops == zone.flops for zone in zones)
-        # What lives longer than the backward of its block would be released later: once for every block.
-        and sum(event.bytes for event in of_second if not event.gradient) == 0
+        and sum(event.bytes for event in of_second if not event.gradient) == lasting
         and all(event.candidate is None or event.candidate[0] != names[1] for event in between)
         and all(event.candidate is None or event.candidate[0] != names[-2] for event in after)
     )
     if not is_alike:
         raise NotAlikeError
+    for event in (*between, *after):
+        if id(event.ends) in longer:
+            event.bytes *= 1 + forward.missing  # at once for all blocks
     return zones

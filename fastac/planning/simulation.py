@@ -250,7 +250,7 @@ class Meter(TorchDispatchMode):
             return  # the step is over
         storage.gone = True
         self.events += [Event(0, saved, -size) for saved, size in self._added.pop(storage.region, {}).items()]
-        event = Event(-storage.event.bytes, gradient=storage.event.gradient)
+        event = Event(-storage.event.bytes, gradient=storage.event.gradient, ends=storage.event)
         place = storage.candidate
         # The forward releases an output that recompute has yet to make: a policy that saves it would hold it on.
         if place is not None and not storage.copied and self._repeated[place[0]] <= place[1]:
@@ -294,6 +294,7 @@ def _simulate(
 ) -> Timeline:
     """Simulate a step. all_series: names of blocks of which not all have to run -> their series."""
     flops.register_formulas()
+    torch.clear_autocast_cache()  # of weights that an earlier simulation has cast
     names = {module: name for name, module in fake_model.model.named_modules()}
     names |= {block: name for name, block in fake_model.blocks.items()}
     blocks_before = set(fake_model.blocks)

@@ -50,6 +50,8 @@ class Event:
     change: int = 0
     # Whether the storage is the gradient of a parameter.
     gradient: bool = False
+    # The allocation that a release ends, if it was recorded.
+    ends: Event | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 class Moment(NamedTuple):
