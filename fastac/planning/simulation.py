@@ -166,20 +166,22 @@ class Meter(TorchDispatchMode):
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
-        if not attends and not (self.linear and str(func) in LINEAR_PRODUCTS):
+        exchanges = resolved is not None and resolved.kind == "exchange"
+        if not attends and not exchanges and not (self.linear and str(func) in LINEAR_PRODUCTS):
             return None
         candidates = self.candidates[self.region]
         if self.forwards:
             index = len(candidates)
-            candidates.append(Candidate(str(func) if attends else self.linear, keys=self.split.keys(keys)))
+            name = str(func) if attends else EXCHANGED if exchanges else self.linear
+            candidates.append(Candidate(name, keys=self.split.keys(keys)))
             if attends and self.split.applies_to(keys):
                 candidates.append(Candidate(EXCHANGED))
             # Only the first product of a call is the output of the Linear module.
-            self.linear = self.linear if attends else ""
+            self.linear = self.linear if attends or exchanges else ""
         else:
-            # Recompute makes the calls of the forward in the same order. Collectives are not simulated: skip them.
+            # Recompute makes the calls of the forward in the same order. Collectives of a split are not simulated.
             index = self._repeated[self.region]
-            index += candidates[index].name == EXCHANGED
+            index += self.split.ranks > 1 and candidates[index].name == EXCHANGED
             self._repeated[self.region] = index + 1
             candidates[index].flops = count
         return self.region, index

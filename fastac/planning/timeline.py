@@ -23,7 +23,7 @@ Policies = Mapping[str, Policy]
 """Policy of every block, by the block's name."""
 
 EXCHANGED = "exchanged"
-"""Name of the candidate after an attention under context parallelism: the outputs of its collectives."""
+"""Name of the candidates that are outputs of collectives. Under a `Split`, one stands for those of an attention."""
 
 
 @dataclasses.dataclass

@@ -83,3 +83,19 @@ def test_a_rank_that_does_not_come() -> None:
     first, second = ranks.run(_choices, "alone", (4, 2), 1.0)
     assert first[:2] == second
     assert len(first) == 4
+
+
+def _planned_and_saved() -> tuple[int, int]:
+    model, inputs = ulysses_stack(layers=3), part_of_inputs()
+    planned = fastac.plan(model, inputs, blocks="blocks").policies[3]
+    fastac.enable(model, blocks="blocks")
+    model(**inputs)
+    (row,) = fastac.report(model).rows
+    assert row.communication is not None
+    return planned.saved_bytes, row.saved_bytes + row.communication.saved_bytes
+
+
+def test_collectives_are_planned() -> None:
+    """Ulysses saves the outputs of its exchanges with those of attention."""
+    for planned, saved in ranks.run(_planned_and_saved):
+        assert planned == saved
