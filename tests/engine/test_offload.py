@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -275,8 +276,9 @@ class Leading(torch.nn.Module):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         video, text = video.sin(), text.sin()
-        for block in self.blocks:
-            video = support.run_checkpointed(block, video, text, policy=self.policy)
+        policies = self.policy if isinstance(self.policy, list) else [self.policy] * len(self.blocks)
+        for block, policy in zip(self.blocks, policies, strict=True):
+            video = support.run_checkpointed(block, video, text, policy=policy)
         return video
 
 
@@ -305,6 +307,22 @@ def test_bytes_on_the_device(policy: Policy, blocks: int) -> None:
         if policy == Policy("attn_only", offload=True):
             assert memory(policy, 6) == (held, peak)
     assert device.in_use == 0
+
+
+def test_the_last_blocks_may_stay() -> None:
+    """All before them leave, also the one right before them, and its copies come back while the next block runs."""
+    policies = [Policy("attn_only", offload=True, keep=1)] * 2 + [Policy("attn_only")] * 2
+    with simulated(late=False):
+        held, _ = memory(policies)
+    assert held == 2 * (INPUT + ATTENTION) + TEXT + 4
+    model, calls = Leading(policies, 4), itertools.count()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: setattr(device, "now", next(calls)))
+    with simulated() as device:
+        device.clock = lambda: device.now  # type: ignore[attr-defined]
+        train(model)
+    assert len(device.lasted) == 4
+    assert all(device.lasted), "none was waited for in the block in which it began"
 
 
 def test_late_copies_hold_no_more_than_what_is_under_way() -> None:

@@ -34,7 +34,9 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fastac.planning.simulation.GENERATOR_STATE", 0)
     model, inputs = tiny(name, num_layers=5)
     found = Forecast(fake_model(model, inputs))
+    stays = {f"blocks.{number}": Policy("attn_only", offload=number < 2, keep=1 + number // 2) for number in range(5)}
     for policy in (
+        *[stays] * (name == WAN),
         Policy("full", offload=True),
         OFFLOAD,
         Policy(offload="attention"),
