@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+UNCOUNTED = ("cpu", "meta")
+"""Types of devices whose memory nobody counts."""
+
 
 class DeviceMemory(NamedTuple):
     """Bytes of one device, for this process."""
@@ -19,8 +22,8 @@ class DeviceMemory(NamedTuple):
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of a device; None for the CPU, whose allocator does not count."""
-    if device.type == "cpu":
+    """The memory of a device; None if nobody counts it."""
+    if device.type in UNCOUNTED:
         return None
     # torch.accelerator.get_memory_info is newer than torch 2.9.
     free, _ = torch.get_device_module(device).mem_get_info(device)

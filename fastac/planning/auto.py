@@ -27,7 +27,7 @@ import torch
 
 from fastac.engine import host_memory, kinds, torch_private
 from fastac.engine.blocks import signature
-from fastac.engine.device_memory import DeviceMemory, memory_of
+from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.engine.torch_private import tree_leaves
@@ -486,7 +486,7 @@ def _no_memory() -> FastacError:
 
 def _now(device: torch.device) -> Any:
     """This moment: an event of the device, or on a CPU the seconds of a clock."""
-    if device.type == "cpu":
+    if device.type in UNCOUNTED:
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))

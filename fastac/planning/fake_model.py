@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
+from fastac.engine.blocks import forget_state
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.hosts import blocks_given, detach_all
@@ -98,6 +99,8 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     copied = faked(model, known, torch.empty(0, dtype=like.dtype, device=fake_device))
     blocks = blocks_given(copied, blocks)
     detach_all(copied)  # what is enabled on the model is not simulated
+    for module in copied.modules():
+        forget_state(module)  # by its state, no block would be like another
     containers = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastac
 from fastac.planning import simulation
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.repetition import without_order
@@ -70,6 +71,8 @@ KINDS: dict[str, dict[str, int]] = {
 @pytest.mark.parametrize("name", quick(KINDS, COGVIDEOX))
 def test_five_blocks_of_a_kind_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny(WAN if name == "LoRA" else name, lora=4 * (name == "LoRA"), num_layers=LAYERS, **KINDS[name])
+    fastac.enable(model)
+    model(**inputs)  # its blocks have states now
     check(fake_model(model, inputs), [5 + 5 * len(KINDS[name])], monkeypatch)
 
 
