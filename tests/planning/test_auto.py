@@ -343,3 +343,65 @@ def test_a_model_that_cannot_be_planned_has_attn_only(caplog: pytest.LogCaptureF
         run(model, inputs)
     assert set(policies_of(model).values()) == {Policy()}
     assert [text for text in caplog.messages if 'no plan, so policy "attn_only"' in text]
+
+
+def test_inputs_that_never_repeat(simulations: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some plans they have that of the next larger ones, if there is one."""
+    monkeypatch.setattr(auto, "SIGNATURES", 2)
+    model = stack(layers=LAYERS)
+    full, most = peaks_of(model, inputs_of(200))
+    with on(device_for(model, (full + most) // 2)):
+        enabled(model)
+        chosen = {}
+        for tokens in (200, 100, 90, 150, 110, 80):
+            run(model, inputs_of(tokens))
+            chosen[tokens] = policies_of(model)
+    assert len(simulations) == 2
+    assert chosen[90] == chosen[80] == chosen[100] != chosen[200] == chosen[150] == chosen[110]
+
+
+def test_the_speed_of_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a device that is slower than expected are hidden: then the second plan takes more to the host."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    model, inputs = stack(layers=LAYERS), inputs_of(256)
+    full, most = peaks_of(model, inputs)
+    clock = itertools.count()
+    monkeypatch.setattr(auto, "_now", lambda device: float(next(clock)))  # a forward takes a second
+    with on(device_for(model, full + 1000)):
+        enabled(model, host=10 * most, gbps=1.0)
+        chosen = []
+        for _ in range(4):
+            run(model, inputs)
+            chosen.append(policies_of(model))
+    on_host = [sum(bool(policy.offload) for policy in policies.values()) for policies in chosen]
+    assert on_host[0] == on_host[1] == 0 < on_host[2] == on_host[3]
+
+
+def test_compiled_blocks_save_no_linear_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = stack(layers=2), inputs_of(64)
+    monkeypatch.setattr(auto.places, "choose", _noted := Noted(auto.places.choose))
+    fastac.compile(model, Auto(memory=10**9), blocks="blocks", backend="eager")
+    run(model, inputs)
+    assert _noted.options == {"linear": False, "gradient_shards": 1}
+
+
+class Noted:
+    """A function, and the options of its latest call."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.options = options
+        return self.function(*args, **options)
+
+
+def test_a_trainer_that_calls_the_blocks_itself(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = stack(layers=2), inputs_of(64)
+    fastac.enable(model, Auto(memory=10**9), blocks="blocks")
+    video = inputs["video"]
+    for block in model.blocks:
+        video = block(video, inputs["text"])
+    video.sum().backward()
+    assert [text for text in caplog.messages if "only its blocks are called" in text]
+    assert set(policies_of(model).values()) == {Policy()}
