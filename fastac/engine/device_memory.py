@@ -26,7 +26,10 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     if device.type in UNCOUNTED:
         return None
     # torch.accelerator.get_memory_info is newer than torch 2.9.
-    free, _ = torch.get_device_module(device).mem_get_info(device)
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
     allocated = torch.accelerator.memory_allocated(device)
     unused = torch.accelerator.memory_reserved(device) - allocated
     return DeviceMemory(allocated, allocated + unused + free, torch.accelerator.max_memory_allocated(device))

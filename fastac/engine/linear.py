@@ -60,8 +60,7 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
         return
     named = {name: module for name, module in _linear_modules(block).items() if policy.saves_linear(name)}
     for name, module in named.items():
-        # Another forward may call several matmuls, or none. The hooks take the next matmul for the module's output.
-        if type(module).forward is not torch.nn.Linear.forward or is_parametrized(module):
+        if not calls_one_product(module):
             raise FastacError(
                 f"{policy}: the output of {name!r} ({class_name(module)}) cannot be saved: its forward is not that of "
                 f"torch.nn.Linear (quantized, fused, parametrized). Leave it out of linear=(...)."
@@ -73,6 +72,12 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
     if named:
         interception.install_linear()
     attached.add(tuple(policy.linear))
+
+
+def calls_one_product(module: torch.nn.Module) -> bool:
+    """Whether the next matmul after a module is called is its output: it has the forward of torch.nn.Linear."""
+    # Another forward may call several matmuls, or none.
+    return type(module).forward is torch.nn.Linear.forward and not is_parametrized(module)
 
 
 def detach(model: torch.nn.Module) -> None:

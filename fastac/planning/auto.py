@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import sys
 import threading
 import time
@@ -54,7 +55,7 @@ SIGNATURES = 32
 inputs that were planned: a run whose lengths never repeat would plan in every step."""
 
 FORECASTS = 4
-"""So many simulated steps are remembered. Each takes 10 to 100 MB of host memory."""
+"""So many simulated steps are remembered: each holds a model without data, and lists of tens of thousands of events."""
 
 WAIT = timedelta(minutes=5)
 """How long a rank waits for the others, which may read data or compile meanwhile."""
@@ -253,17 +254,16 @@ class Planner:
 
     def _trained(self, model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> torch.Tensor | None:
         """A weight that is trained; None if there is none."""
-        if self._weight is None:
-            # In the blocks first: FSDP2 has gathered weights of the model itself by now, and these have no gradients.
-            modules = (module for outer in (*blocks, model) for module in outer.modules())
-            trained = ((module, name) for module in modules for name, _ in _trained_in(module))
-            module, name = next(trained, (None, ""))
-            if module is None:
-                return None
-            self._weight = module, name, getattr(module, name)._version
-        module, name, _ = self._weight
-        weight: torch.Tensor = getattr(module, name)
-        return weight
+        weight: torch.Tensor | None = None if self._weight is None else getattr(self._weight[0], self._weight[1], None)
+        if weight is not None and weight.requires_grad:
+            return weight
+        # In the blocks first: FSDP2 has gathered weights of the model itself by now, and these have no gradients.
+        for module in (module for outer in (*blocks, model) for module in outer.modules()):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    self._weight = module, name, parameter._version
+                    return parameter
+        return None
 
     def _of_larger(self, key: tuple[Any, bool]) -> Choice | None:
         """The choice for the next larger inputs, if enough signatures were planned."""
@@ -280,8 +280,8 @@ class Planner:
         timer.start()
         try:
             forecast = self._forecast(forward)
-            if isinstance(forecast, Forecast):
-                self._means = self._means or self._look(forward, forecast)
+            self._means = self._means or self._look(forward, forecast)
+            if isinstance(forecast, Forecast) and self._means is not None:
                 # A mode of the user's, such as a counter of FLOPs, would see simulated steps.
                 with torch_private.no_modes():
                     choice = self._plan(forward, forecast, self._means)
@@ -345,8 +345,11 @@ class Planner:
         row = dataclasses.replace(row, peak_bytes=peak)
         return Choice(policies, "; ".join(filter(None, why)), row, forecast.full.flops["forward"])
 
-    def _look(self, forward: _ForwardPass, forecast: Forecast) -> _Means:
-        """What a step may use: the least of all ranks."""
+    def _look(self, forward: _ForwardPass, forecast: Forecast | str) -> _Means | None:
+        """What a step may use: the least of all ranks. None if this rank has no forecast."""
+        if isinstance(forecast, str):
+            self._agree("memory", [math.inf] * 4)  # the other ranks have some
+            return None
         auto, memory = self.auto, memory_of(forward.device)
         if memory is None and auto.memory is None:
             raise _no_memory()
@@ -358,6 +361,8 @@ class Planner:
             host = parse_bytes(auto.host)
         elif memory is not None:
             host = (host_memory.available() or 0) // 2 // host_memory.ranks()
+        if torch_private.saved_tensors_hooks() is not None:
+            host = 0  # hooks of the user's would move what offload moves, so blocks refuse to offload
         rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
         own = [limit, limit - self._others(forward, forecast, memory), host, rate]
         *sizes, rate = self._agree("memory", own)
@@ -389,7 +394,7 @@ class Planner:
 
     def _agree(self, what: str, values: list[float]) -> list[float]:
         """The least of each value on all ranks; this rank's own if not all of them come."""
-        if not rank():
+        if not rank() or self._forwards not in (1, 3):  # the others only come in these forwards
             return values
         try:
             return Group(WAIT).least(values)
@@ -438,6 +443,7 @@ class Planner:
         measurement, means = self._measurement, self._means
         self._measurement = None
         if means is None:
+            self._agree("measurements", [math.inf] * 3)  # the other ranks have some
             return
         memory, speed = means.memory, means.speed  # if this rank measured nothing
         key = forward.key if measurement is None else measurement.key
@@ -472,15 +478,10 @@ class Planner:
         )
 
 
-def _trained_in(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The trained weights of a module, without those of modules in it."""
-    return [pair for pair in module.named_parameters(recurse=False) if pair[1].requires_grad]
-
-
 def _no_memory() -> FastacError:
     return FastacError(
-        'policy "auto" asks the device how much memory it has, and a CPU does not say. Write what a step may use, with '
-        'weights and optimizer: fastac.enable(model, policy=fastac.Auto(memory="16GiB")).'
+        'policy "auto" asks the device how much memory it has, and this one does not say (a CPU?). Write what a step '
+        'may use, with weights and optimizer: fastac.enable(model, policy=fastac.Auto(memory="16GiB")).'
     )
 
 

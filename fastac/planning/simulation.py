@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac.engine import flops, torch_private
+from fastac.engine import flops, linear, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.generators import generators_preserved
 from fastac.engine.interception import LINEAR_OPS
@@ -381,7 +381,7 @@ def _named_linear(meter: Meter, blocks: Iterable[torch.nn.Module]) -> Iterator[N
 
     with contextlib.ExitStack() as stack:
         for name, module in (named for block in blocks for named in block.named_modules()):
-            if type(module).forward is torch.nn.Linear.forward:  # others cannot be saved: `linear.attach`
+            if linear.calls_one_product(module):  # others cannot be saved
                 stack.enter_context(module.register_forward_pre_hook(functools.partial(begin, name)))
                 stack.enter_context(module.register_forward_hook(end))
         yield
