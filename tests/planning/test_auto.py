@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
@@ -149,6 +150,9 @@ def test_it_is_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
         if least:
             assert chosen is not None
             assert step.recomputed(chosen) <= min(least)
+            assert step.peak(chosen) <= memory
+            assert sum(copied.bytes for copied in step.host_copies(chosen)) <= host
+            assert step.bytes_per_flop(chosen) <= room.bytes_per_flop
         # Without a choice of hidden copies, copies may take longer.
         elif not any(peak <= memory and size <= host for peak, size, *_ in every):
             assert chosen is None
@@ -201,6 +205,9 @@ def test_two_sizes_of_inputs_in_turns(simulations: list[object]) -> None:
     small, large = inputs_of(64), inputs_of(256)
     model = stack(layers=LAYERS)
     full, most = peaks_of(model, large)
+    forecast = Forecast(planned.fake_model(model, large, "blocks"))
+    left = Room((full + most) // 2 - forecast.gradients)
+    with_gradients = choose(forecast, left, gradient_shards=sys.maxsize)
     device = device_for(model, (full + most) // 2)
     with on(device):
         enabled(model)
@@ -213,7 +220,7 @@ def test_two_sizes_of_inputs_in_turns(simulations: list[object]) -> None:
         assert chosen[0] == chosen[2] == chosen[4] != chosen[1] == chosen[3]
         planned.step(model, large)
         planned.step(model, large)  # its gradients are there: another plan, from the same simulation
-        assert policies_of(model) != chosen[1]
+        assert policies_of(model) == with_gradients != chosen[1]
         assert device.meter.peak + device.weights <= device.usable
     assert len(simulations) == 2
 
