@@ -324,26 +324,10 @@ class Planner:
             missing = places.missing(forecast, room, gradient_shards=shards)
             advice = "\nThe states of AdamW are counted. If another optimizer trains: fastac.Auto(optimizer=...)."
             raise FastacError(f'policy "auto", {forward}: {missing}{advice * is_guess}')
-        row, peak = forecast.plan(policies, "auto"), forecast.step(policies).peak(policies, shards)
-        waiting = sum(bool(policy.offload) for policy in policies.values())
-        is_on = any(policy.checkpoints for policy in policies.values())
-        attention = sum(policy.name == "attn_only" for policy in policies.values())
-        linear = sum(
-            policy.saves_linear(out.name)
-            for block, policy in policies.items()
-            for out in forecast.outputs()[block]
-            if not out.keys
-        )
-        why = [
-            f"attention saved in {attention} of {len(policies)} blocks, and {linear} Linear outputs"
-            if is_on
-            else "no checkpointing",
-            f"{waiting} of {len(policies)} blocks wait on the host ({readable_bytes(row.host_bytes)})" * bool(waiting),
-            f"{readable_bytes(means.limit - memory + peak)} of {readable_bytes(means.limit)} planned",
-            f"{row.relative:.3f} of the FLOPs of full",
-        ]
-        row = dataclasses.replace(row, peak_bytes=peak)
-        return Choice(policies, "; ".join(filter(None, why)), row, forecast.full.flops["forward"])
+        peak = forecast.step(policies).peak(policies, shards)
+        row = dataclasses.replace(forecast.plan(policies, "auto"), peak_bytes=peak)
+        planned = f"{readable_bytes(means.limit - memory + peak)} of {readable_bytes(means.limit)} planned"
+        return Choice(policies, f"{_in_words(policies, forecast, row)}; {planned}", row, forecast.full.flops["forward"])
 
     def _look(self, forward: _ForwardPass, forecast: Forecast | str) -> _Means | None:
         """What a step may use: the least of all ranks. None if this rank has no forecast."""
@@ -476,6 +460,21 @@ class Planner:
         logger.info(
             'policy "auto" plans again: there are %s %s than planned with, at %.0f TFLOP/s', size, sign, speed / 1e12
         )
+
+
+def _in_words(policies: Mapping[str, Policy], forecast: Forecast, row: PolicyPlan) -> str:
+    """What is saved where."""
+    if not any(policy.checkpoints for policy in policies.values()):
+        return f"no checkpointing; {row.relative:.3f} of the FLOPs of full"
+    outputs = forecast.outputs()
+    linear = [policies[block].saves_linear(out.name) for block in policies for out in outputs[block] if not out.keys]
+    attention = sum(policy.name == "attn_only" for policy in policies.values())
+    waiting = sum(bool(policy.offload) for policy in policies.values())
+    on_host = f"; {waiting} of {len(policies)} blocks wait on the host ({readable_bytes(row.host_bytes)})"
+    return (
+        f"attention saved in {attention} of {len(policies)} blocks, and {sum(linear)} Linear outputs"
+        f"{on_host * bool(waiting)}; {row.relative:.3f} of the FLOPs of full"
+    )
 
 
 def _no_memory() -> FastacError:
