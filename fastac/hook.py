@@ -39,7 +39,7 @@ from fastac.hosts import (
 from fastac.models.blocks import check_module, choose_blocks, grouped
 from fastac.models.catalogue import row_of
 from fastac.models.switches import is_by_forward, switches_of
-from fastac.planning.auto import Auto, Choice, Planner
+from fastac.planning.auto import Auto, Choice, Planner, no_memory
 from fastac.policy import DISABLED, NAMED, BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
 
 logger = logging.getLogger("fastac")
@@ -255,6 +255,8 @@ def enable(
     if isinstance(policy, (Auto, Planner)) or policy == "auto":
         policy = Auto() if isinstance(policy, str) else policy
         planner, policy = policy if isinstance(policy, Planner) else Planner(policy), "attn_only"
+        if planner.auto.memory is None and not torch.accelerator.is_available() and not DISABLED:
+            raise no_memory()
     if by_forward:
         refuse_second(model, None if before is None else before.host)
     named = {name: block for container in containers for name, block in container.blocks.items()}

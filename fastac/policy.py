@@ -169,9 +169,9 @@ def _quoted(names: Iterable[str]) -> str:
 
 def resolve(policy: str | Policy) -> Policy:
     """The Policy of a name, or the value itself. Under FASTAC_DISABLE=1 "full", unless "none". Raises FastacError."""
+    if policy == "auto" or type(policy).__name__ == "Auto":
+        raise FastacError('policy "auto" plans a whole model: fastac.enable(model, policy="auto")')
     if isinstance(policy, str):
-        if policy == "auto":
-            raise FastacError('policy "auto" plans a whole model: fastac.enable(model, policy="auto")')
         if policy not in NAMED:
             raise FastacError(
                 f"policy={policy!r}: unknown policy.{did_you_mean(policy, NAMED)} There are {_quoted(NAMED)}, "

@@ -29,7 +29,10 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
-    free, _ = module.mem_get_info(device)
+    free, total = module.mem_get_info(device)
     allocated = torch.accelerator.memory_allocated(device)
     unused = torch.accelerator.memory_reserved(device) - allocated
-    return DeviceMemory(allocated, allocated + unused + free, torch.accelerator.max_memory_allocated(device))
+    usable = allocated + unused + free
+    if hasattr(module, "get_per_process_memory_fraction"):
+        usable = min(usable, int(total * module.get_per_process_memory_fraction(device)))
+    return DeviceMemory(allocated, usable, torch.accelerator.max_memory_allocated(device))

@@ -92,6 +92,8 @@ class Process:
         self.traced: dict[str, Any] = {}
         # Compiled graphs that were called in regions, with the policies of these.
         self.graphs: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()
+        # How often ranks compared something under policy "auto", by what it was.
+        self.comparisons: collections.Counter[str] = collections.Counter()
         # Out-of-memory errors that were seen in forwards of enabled models and in backwards.
         self.out_of_memory = 0
         # The smallest memory budget of AOT's partitioner while regions were traced or first ran.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fastac.engine import torch_private
 from fastac.errors import rank
 
 Result = TypeVar("Result")
@@ -24,17 +26,29 @@ class OtherRankFailed(Exception):  # noqa: N818 it carries the error of another 
         self.error_name = error_name
 
 
+def least(name: str, values: Sequence[float], timeout: timedelta) -> list[float]:
+    """The least of each value on all ranks, which use the same name. This rank's own values if there is one process.
+
+    Unlike a collective, this leaves nothing behind if a rank does not come. Raises RuntimeError after `timeout` then.
+    """
+    if not rank() or dist.get_backend() == "fake":
+        return list(values)
+    store = torch_private.default_store()
+    keys = [f"fastac/{name}/{number}" for number in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], json.dumps(list(values)))
+    store.wait(keys, timeout)
+    return [min(of_ranks) for of_ranks in zip(*(json.loads(store.get(key)) for key in keys), strict=True)]
+
+
 class Group:
     """Ranks that run the same function. What one of them finds counts for all.
 
     It is a process group of its own: a failure may have left ranks inside a collective of the training's groups.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        """timeout: how long a rank waits for the others; by default as long as torch does."""
+    def __init__(self) -> None:
         # torch's "fake" backend simulates ranks that do not exist: nobody would answer.
-        simulated = not rank() or dist.get_backend() == "fake"
-        self._group = None if simulated else dist.new_group(backend="gloo", timeout=timeout)
+        self._group = dist.new_group(backend="gloo") if rank() and dist.get_backend() != "fake" else None
 
     @property
     def is_one_process(self) -> bool:
@@ -48,14 +62,6 @@ class Group:
     def agree(self, value: Any) -> bool:
         """Whether all ranks have the same value. Every rank must call it. Raises OtherRankFailed, as `any` does."""
         return all(other == value for other in self._exchange(value))
-
-    def least(self, values: Sequence[float]) -> list[float]:
-        """The least of each value on all ranks. Every rank must call it, as the last thing that this group does."""
-        try:
-            return list(map(min, *self._exchange(list(values)), values))
-        finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call a function on every rank. An error on one rank is raised on all: OtherRankFailed on the others."""

@@ -4,10 +4,11 @@ A forward that begins with inputs of new shapes is simulated once, and `places.c
 forwards with inputs of these shapes look the policies up. In one of them the planner measures what the plan could not
 know, the peak of the allocator and the speed of the device, and plans again if that would change much.
 
-Ranks must not wait for a rank that does not come: one has other shapes, and another has no more data. So ranks agree
-only twice: in their first forward with gradients on the memory, and in their third on what was measured. Shapes do not
-matter there, since every rank that trains makes these forwards. Everything else follows from what they agreed on. A
-rank that has to wait for `WAIT` goes on with its own figures.
+Ranks must not wait for a rank that does not come: one has other shapes, and another has no more data. So ranks compare
+only twice: in their first forward with gradients their memory, and in their third what they measured. Shapes do not
+matter there, since every rank that trains makes these forwards. Everything else follows from what they compared. They
+use torch's store and no collective: a rank that has waited for `WAIT` goes on with its own figures, and never compares
+again.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from fastac.engine import host_memory, kinds, torch_private
 from fastac.engine.blocks import signature
 from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
-from fastac.engine.ranks import Group, OtherRankFailed
+from fastac.engine.ranks import least
 from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
 from fastac.planning import places
 from fastac.planning.fake_model import Arguments, fake_model
-from fastac.planning.fake_weights import BREAKS, gpus_of, stored_bytes
-from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyPlan
+from fastac.planning.fake_weights import gpus_of, stored_bytes
+from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyPlan, States
 from fastac.planning.places import Room
 from fastac.planning.plans import TFLOPS, parse_bytes
 from fastac.policy import Policy
@@ -126,6 +127,13 @@ def optimizer_name(optimizer: Any) -> str | None:
     return "sgd" if name == "sgd" and not has_momentum else "adamw"
 
 
+def _device_of(model: torch.nn.Module, call: Arguments) -> torch.device:
+    """The device that computes. Weights may wait elsewhere, but inputs do not."""
+    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    devices = [tensor.device for tensor in [*tensors, next(model.parameters())]]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
 class Choice(NamedTuple):
     """What was chosen for inputs of some shapes."""
 
@@ -138,6 +146,9 @@ class Choice(NamedTuple):
     forward_flops: int = 0
 
 
+_NOTHING_TRAINS = Choice(None, 'no weight is trained, so there is no plan, and policy "attn_only"')
+
+
 class _ForwardPass(NamedTuple):
     """A forward that begins."""
 
@@ -145,20 +156,25 @@ class _ForwardPass(NamedTuple):
     # Whether outputs of Linear modules can be saved.
     saves_linear: Callable[[], bool]
     call: Arguments
-    # The signature of the inputs, and whether gradients are allocated already.
+    device: torch.device
+    # The signature of the inputs, with the modes that decide what a step does; and whether gradients are allocated.
     key: tuple[Any, bool]
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes. Weights may wait elsewhere, but inputs do not."""
-        tensors = [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor)]
-        devices = [tensor.device for tensor in [*tensors, next(self.model.parameters())]]
-        return next((device for device in devices if device.type != "cpu"), devices[0])
 
     def __str__(self) -> str:
         named = [*(("", value) for value in self.call.args), *self.call.kwargs.items()]
         shapes = [f"{name} {tuple(value.shape)}".strip() for name, value in named if isinstance(value, torch.Tensor)]
         return f"{class_name(self.model)} on {', '.join(shapes)}"
+
+
+class _Sizes(NamedTuple):
+    """Bytes of a model, whatever its inputs."""
+
+    states: States
+    gradients: int
+    # Gradients that a simulated step leaves out: `Forecast.wider`.
+    wider: int
+    # The largest block.
+    block: int
 
 
 @dataclasses.dataclass
@@ -196,8 +212,6 @@ class Planner:
     """Plans for one model. A copy of the model has the planner without its plans."""
 
     def __init__(self, auto: Auto) -> None:
-        if auto.memory is None and not torch.accelerator.is_available():
-            raise _no_memory()
         self.auto = auto
         self.latest: Choice | None = None
         """The choice of the latest forward."""
@@ -210,7 +224,12 @@ class Planner:
         # By signature, the latest few.
         self._forecasts: dict[Any, Forecast] = {}
         self._means: _Means | None = None
+        self._sizes: _Sizes | None = None
+        # The share of the memory that plans use, after it ran out.
+        self._share = 1.0
         self._forwards = 0
+        # Another rank did not come: this one compares no more.
+        self._is_alone = False
         self._measurement: _MeasuredStep | None = None
         # A trained weight: its module, its name, and its version when it was first seen. An optimizer changes it.
         self._weight: tuple[torch.nn.Module, str, int] | None = None
@@ -233,9 +252,13 @@ class Planner:
         """
         trained = self._trained(model, blocks)
         if trained is None:
-            return None
-        key = (signature(args), signature(kwargs)), trained.grad is not None
-        forward = _ForwardPass(model, saves_linear, Arguments(args, kwargs), key)
+            self.latest, before = _NOTHING_TRAINS, self.latest
+            return None if before is self.latest else self.latest
+        arguments = Arguments(args, kwargs)
+        device = _device_of(model, arguments)
+        shapes = signature(args), signature(kwargs), model.training, torch.is_autocast_enabled(_autocast_type(device))
+        forward = _ForwardPass(model, saves_linear, arguments, device, (shapes, trained.grad is not None))
+        key = forward.key
         self._forwards += 1
         if self._out_of_memory != process.out_of_memory:
             self._take_less()
@@ -280,7 +303,7 @@ class Planner:
         timer.start()
         try:
             forecast = self._forecast(forward)
-            self._means = self._means or self._look(forward, forecast)
+            self._means = self._means or self._look(forward)
             if isinstance(forecast, Forecast) and self._means is not None:
                 # A mode of the user's, such as a counter of FLOPs, would see simulated steps.
                 with torch_private.no_modes():
@@ -303,16 +326,19 @@ class Planner:
                 gpus = gpus_of(forward.model)
                 forecast = Forecast(fake, optimizer_name(self.auto.optimizer) or "adamw", gpus)
                 forecast.step("full")
-        except (FastacError, *BREAKS) as error:
-            return str(error).partition("\n")[0]
+        except Exception as error:  # noqa: BLE001 whatever a model does without data, it can be trained
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
         if len(self._forecasts) == FORECASTS:
             del self._forecasts[next(iter(self._forecasts))]
         self._forecasts[shapes] = forecast
+        if self._sizes is None:
+            blocks = [sum(map(stored_bytes, block.parameters())) for block in fake.blocks.values()]
+            self._sizes = _Sizes(forecast.states, forecast.gradients, forecast.wider, max(blocks))
         return forecast
 
     def _plan(self, forward: _ForwardPass, forecast: Forecast, means: _Means) -> Choice:
         _, has_gradients = forward.key
-        memory = means.memory - self._excess[forward.key] - forecast.gradients * has_gradients
+        memory = int(means.memory * self._share) - self._excess[forward.key] - forecast.gradients * has_gradients
         room = Room(memory, means.host, means.rate / means.speed)
         # Gradients that are allocated already are not allocated by the step.
         shards = sys.maxsize if has_gradients else forecast.gpus
@@ -322,48 +348,51 @@ class Planner:
         if policies is None:
             is_guess = self.auto.optimizer is None and not self._has_states()
             missing = places.missing(forecast, room, gradient_shards=shards)
-            advice = "\nThe states of AdamW are counted. If another optimizer trains: fastac.Auto(optimizer=...)."
+            advice = "\nStates of AdamW are counted beside that. If yours has them already, or is not AdamW: "
+            advice += "policy=fastac.Auto(optimizer=optimizer)."
             raise FastacError(f'policy "auto", {forward}: {missing}{advice * is_guess}')
         peak = forecast.step(policies).peak(policies, shards)
         row = dataclasses.replace(forecast.plan(policies, "auto"), peak_bytes=peak)
         planned = f"{readable_bytes(means.limit - memory + peak)} of {readable_bytes(means.limit)} planned"
         return Choice(policies, f"{_in_words(policies, forecast, row)}; {planned}", row, forecast.full.flops["forward"])
 
-    def _look(self, forward: _ForwardPass, forecast: Forecast | str) -> _Means | None:
-        """What a step may use: the least of all ranks. None if this rank has no forecast."""
-        if isinstance(forecast, str):
-            self._agree("memory", [math.inf] * 4)  # the other ranks have some
-            return None
+    def _look(self, forward: _ForwardPass) -> _Means | None:
+        """What a step may use: the least of all ranks. None if no rank can plan."""
         auto, memory = self.auto, memory_of(forward.device)
-        if memory is None and auto.memory is None:
-            raise _no_memory()
-        usable = [memory.usable] if memory is not None else []
-        usable += [parse_bytes(auto.memory)] if auto.memory is not None else []
-        limit = int(min(usable) * (1 - RESERVE))
-        host = 0
-        if auto.host is not None:
-            host = parse_bytes(auto.host)
-        elif memory is not None:
-            host = (host_memory.available() or 0) // 2 // host_memory.ranks()
-        if torch_private.saved_tensors_hooks() is not None:
-            host = 0  # hooks of the user's would move what offload moves, so blocks refuse to offload
-        rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
-        own = [limit, limit - self._others(forward, forecast, memory), host, rate]
-        *sizes, rate = self._agree("memory", own)
+        own = [math.inf] * 4  # of a rank that cannot plan
+        if self._sizes is not None:
+            if memory is None and auto.memory is None:
+                raise no_memory()
+            usable = [memory.usable] if memory is not None else []
+            usable += [parse_bytes(auto.memory)] if auto.memory is not None else []
+            limit = int(min(usable) * (1 - RESERVE))
+            host = 0
+            if auto.host is not None:
+                host = parse_bytes(auto.host)
+            elif memory is not None:
+                host = (host_memory.available() or 0) // 2 // host_memory.ranks()
+            if torch_private.saved_tensors_hooks() is not None:
+                host = 0  # hooks of the user's would move what offload moves, so blocks refuse to offload
+            rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
+            own = [limit, limit - self._others(forward, self._sizes, memory), host, rate]
+        if self._forwards == 1:  # the others come in no other forward
+            own = self._compare("memory", forward, own)
+        *sizes, rate = own
+        if math.inf in sizes:
+            return None
         limit, for_step, host = map(int, sizes)
         return _Means(limit, for_step, host, rate, (auto.tflops or TFLOPS) * 1e12)
 
-    def _others(self, forward: _ForwardPass, forecast: Forecast, memory: DeviceMemory | None) -> int:
+    def _others(self, forward: _ForwardPass, sizes: _Sizes, memory: DeviceMemory | None) -> int:
         """Bytes of the device that are not a step's: weights, states of the optimizer, other models; no gradients."""
-        states, wider = forecast.states, forecast.wider
+        states = sizes.states
         if memory is None:
-            return states.total + wider
+            return states.total + sizes.wider
         _, has_gradients = forward.key
-        others = memory.allocated - forecast.gradients * has_gradients + states.gathered + wider
+        others = memory.allocated - sizes.gradients * has_gradients + states.gathered + sizes.wider
         if any(parameter.device.type != forward.device.type for parameter in forward.model.parameters()):
             # Weights that wait on the host come to the device block by block: one computes, and the next one comes.
-            blocks = forecast.fake_model.blocks.values()
-            others += 2 * max(sum(map(stored_bytes, block.parameters())) for block in blocks)
+            others += 2 * sizes.block
         return others if self._has_states() else others + states.optimizer
 
     def _has_states(self) -> bool:
@@ -376,13 +405,15 @@ class Planner:
         module, name, version = self._weight
         return bool(getattr(module, name)._version != version)
 
-    def _agree(self, what: str, values: list[float]) -> list[float]:
+    def _compare(self, what: str, forward: _ForwardPass, values: list[float]) -> list[float]:
         """The least of each value on all ranks; this rank's own if not all of them come."""
-        if not rank() or self._forwards not in (1, 3):  # the others only come in these forwards
+        if self._is_alone:
             return values
+        process.comparisons[what] += 1
         try:
-            return Group(WAIT).least(values)
-        except (RuntimeError, OtherRankFailed) as error:
+            return least(f"{class_name(forward.model)} {what} {process.comparisons[what]}", values, WAIT)
+        except (RuntimeError, ValueError) as error:
+            self._is_alone = True
             problem = str(error).partition("\n")[0]
             logger.warning('policy "auto": not all ranks came to compare their %s: %s', what, problem)
             return values
@@ -399,12 +430,14 @@ class Planner:
                 "Pass fastac.Auto(memory=...) with less memory on all ranks."
             )
             return
-        self._means.memory -= self._means.memory // 10
+        self._share *= 0.9
         self._choices.clear()
         logger.info('policy "auto": memory ran out, so the next plans take a tenth less')
 
     def _measure(self, forward: _ForwardPass, choice: Choice) -> None:
         """Measure the step that begins, if it is one of the first two with these inputs; with several ranks, of all."""
+        if forward.key not in self._choices:  # it has the choice of larger inputs
+            return
         self._uses[forward.key] += 1
         number = self._forwards if rank() else self._uses[forward.key]
         if number <= 2 and choice.row is not None:
@@ -426,8 +459,9 @@ class Planner:
         """Plan again if the measured step shows much less memory than was planned with, or much more."""
         measurement, means = self._measurement, self._means
         self._measurement = None
-        if means is None:
-            self._agree("measurements", [math.inf] * 3)  # the other ranks have some
+        if means is None or self._sizes is None:
+            if rank():
+                self._compare("measurements", forward, [math.inf] * 3)  # other ranks may have some
             return
         memory, speed = means.memory, means.speed  # if this rank measured nothing
         key = forward.key if measurement is None else measurement.key
@@ -440,13 +474,12 @@ class Planner:
                 return
             if self.auto.tflops is None:
                 speed = measurement.choice.forward_flops / _seconds(measurement.began, measurement.ended)
-            forecast = self._forecast(forward)
-            if now is not None and isinstance(forecast, Forecast):
-                memory = means.limit - self._others(forward, forecast, now)
+            if now is not None:
+                memory = means.limit - self._others(forward, self._sizes, now)
         excess = self._seen.get(key, 0)
         if rank():
-            least = self._agree("measurements", [memory, -excess, -speed])
-            memory, excess, speed = int(least[0] + least[1]), 0, -least[2]
+            values = self._compare("measurements", forward, [memory, -excess, -speed])
+            memory, excess, speed = int(values[0] + values[1]), 0, -values[2]
         change = memory - excess - (means.memory - self._excess[key])
         is_other_speed = means.host > 0 and not 0.8 < speed / means.speed < 1.25
         if -RESERVE / 2 * means.limit <= change <= MUCH * means.limit and not is_other_speed:
@@ -477,11 +510,17 @@ def _in_words(policies: Mapping[str, Policy], forecast: Forecast, row: PolicyPla
     )
 
 
-def _no_memory() -> FastacError:
+def no_memory() -> FastacError:
+    """The error for a device that does not say how much memory it has."""
     return FastacError(
         'policy "auto" asks the device how much memory it has, and this one does not say (a CPU?). Write what a step '
         'may use, with weights and optimizer: fastac.enable(model, policy=fastac.Auto(memory="16GiB")).'
     )
+
+
+def _autocast_type(device: torch.device) -> str:
+    """The type of a device for autocast, which does not know every device."""
+    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
 
 
 def _now(device: torch.device) -> Any:

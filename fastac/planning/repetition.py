@@ -45,6 +45,8 @@ class Series:
     """The calls of blocks that are alike, of which those between the first two and the last two do not run."""
 
     names: list[str]
+    # What is set on its blocks is like this, before any is called.
+    plain: Any = None
     # Number of the blocks that were called, in their order.
     called: int = 0
     # Whether blocks do not run; None until the third is called.
@@ -58,12 +60,13 @@ class Series:
     _outputs: Any = None
     _sources: list[Any] = dataclasses.field(default_factory=list)
 
-    def enter(self, name: str, inputs: Any, now: Cut) -> Any:
+    def enter(self, name: str, block: torch.nn.Module, inputs: Any, now: Cut) -> Any:
         """A block is called. The outputs that it is to return without running; None if it has to run."""
         number, leaves = self.names.index(name), tree_leaves(inputs)
         if self.repeats is False:
             return None
-        if number != self.called:  # another order, or a second call
+        # Another order, a second call, or the model has set something on the block.
+        if number != self.called or _plain(block) != self.plain:
             self._stop()
             return None
         before, self.called = self.forwards.get(2), self.called + 1
@@ -134,13 +137,18 @@ def series_of(
         if likeness == before and not shares:
             series[-1].names.append(name)
         else:
-            series.append(Series([name]))
+            series.append(Series([name], _plain(block)))
         before = likeness
     # The last block is left out: it always runs. Backward sums up the gradients of an input of all blocks, and autograd
     # adds the second gradient in another way than those after it, to which it has a sum of its own.
     for entry in series:
         entry.names.pop()
     return {name: entry for entry in series if len(entry.names) >= SHORTEST for name in entry.names}
+
+
+def _plain(block: torch.nn.Module) -> dict[str, Any]:
+    """Numbers, words and flags that are attributes of a block."""
+    return {name: value for name, value in vars(block).items() if isinstance(value, PLAIN)}
 
 
 def _likeness(block: torch.nn.Module, name: str) -> Any:

@@ -320,7 +320,7 @@ def _simulate(
         calls[name] += 1
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
         series = None if meter.region else all_series.get(name)
-        if series is not None and (outputs := series.enter(name, (args, kwargs), meter.cut())) is not None:
+        if series is not None and (outputs := series.enter(name, module, (args, kwargs), meter.cut())) is not None:
             meter.begins[region] = []  # in the order of the calls
             return outputs
 

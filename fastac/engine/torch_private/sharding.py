@@ -1,4 +1,4 @@
-"""Private names of torch for modules that FSDP2 has sharded: their parameters, hooks and mixed precision.
+"""Private names of torch for several processes: modules that FSDP2 has sharded, and the store of all ranks.
 
 They are attributes of objects, so a torch that lacks one raises AttributeError. torch has no public way to ask for any
 of them.
@@ -50,3 +50,9 @@ def _is_of_engine(hook: Any) -> bool:
     # torch wraps some hooks of state dicts into an object with the attribute `hook`.
     module = getattr(getattr(hook, "hook", hook), "__module__", None) or ""
     return str(module).startswith(("torch.distributed.fsdp.", "torch.distributed._composable."))
+
+
+def default_store() -> Any:
+    """The store with which torch.distributed was initialized: all ranks see what one of them sets."""
+    # The caller of init_process_group need not have a store of its own, and torch gives none out publicly.
+    return torch.distributed.distributed_c10d._get_default_store()
