@@ -316,7 +316,7 @@ class Ways:
 
     @functools.cached_property
     def planner(self) -> Planner:
-        """The plans of "auto", for steps without an optimizer. They are made once, and may use the host if `offload`."""
+        """The plans of "auto", for steps without an optimizer. They are made once. They use the host if `offload`."""
         available = host_memory.available() if self.workload.device.type == "cpu" else None
         # The last tenth is for what a plan does not count. Weights are there already.
         memory = None if available is None else available * 9 // 10 + self.workload.weights
