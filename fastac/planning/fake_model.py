@@ -104,9 +104,10 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
-    for module in copied.modules():
-        if is_wrapper(module) and inside(module) in named.values():
-            module.checkpoint_fn = call_plainly  # fastac takes its place
+    wrappers: list[Any] = [module for module in copied.modules() if is_wrapper(module)]
+    for wrapper in wrappers:
+        if inside(wrapper) in named.values():
+            wrapper.checkpoint_fn = call_plainly  # fastac takes its place
     as_on_cuda = trains_on == "cuda" and fake_device.type != "cuda"
     without_inputs = FakeModel(copied, named, is_by_forward(copied, blocks), known, fake_device, as_on_cuda)
     return without_inputs.with_inputs(inputs)
