@@ -12,6 +12,9 @@ There are as many rounds as fit the time. The forward is timed alone in the same
 each way is profiled: bytes, kernels by their names, how long the GPU ran and waited in the forward, and how much of the
 time of copies to the host and back went by while it computed. The JSON is written after every row and step.
 
+Ways by "auto" have the memory of the GPU, or as much of it as they name. They plan once, in three steps before the
+profiled one.
+
 First fastac.verify compares gradients of a model with two blocks. Nothing is downloaded, fastac need not be installed.
 
     python benchmarks/gpu_wan.py --minutes 6
@@ -52,6 +55,7 @@ from fastac.errors import readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
+from fastac.planning.auto import Auto, Planner
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import AnyPolicy, Forecast
 from fastac.planning.plans import ROWS, parse_bytes, table_of_figures
@@ -66,6 +70,8 @@ FULL = "torch full"
 WAYS = (FULL, "torch SAC, FastVideo's list", "torch SAC, by name", "full", "attn_only", "long_attn_only")
 OFFLOADED = ("attn_only, offload", "long_attn_only, offload")
 PLANS = ("plan 20 GiB", "plan 20 GiB, offload")
+AUTOS = ("auto", "auto 18 GiB", "auto 15 GiB, offload")
+"""The last one has little more memory than full checkpointing takes in the case "long"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,18 +131,30 @@ def video_of(frames: int, height: int, width: int, text_tokens: int = 512) -> di
 SMALL, LARGE = ("wan2.1-t2v-1.3b", "Wan 2.1 1.3B"), ("wan2.1-t2v-14b", "Wan 2.1 14B")
 HD, COMPILED = (
     video_of(77, 720, 1280),
-    (FULL, "attn_only", *OFFLOADED, "long_attn_only", *PLANS, "full", *WAYS[1:3], "none"),
+    (FULL, "attn_only", *OFFLOADED, "long_attn_only", *PLANS, AUTOS[0], "full", *WAYS[1:3], "none"),
 )
 CASES = (
-    Case("long", *SMALL, 10, HD, (*WAYS, *OFFLOADED, *PLANS, "none"), rounds=3, share=0.4),
-    Case("short", *SMALL, 30, video_of(21, 240, 416), (*WAYS, "none"), rounds=10, share=0.2, warm_up="step"),
+    Case("long", *SMALL, 10, HD, (*WAYS, *AUTOS, *OFFLOADED, *PLANS, "none"), rounds=3, share=0.4),
+    Case("short", *SMALL, 30, video_of(21, 240, 416), (*WAYS, AUTOS[0], "none"), rounds=10, share=0.2, warm_up="step"),
     Case("compiled", *SMALL, 5, HD, COMPILED, rounds=3, share=0.2, warm_up="step", compiled={}),
     Case("lora_14b", *LARGE, 40, video_of(81, 720, 1280), (FULL, OFFLOADED[1]), rounds=0, share=0.3, lora=32),
 )
 
 
+IN_MINIATURE = {
+    "plan 20 GiB": "plan 1 MiB",
+    "plan 20 GiB, offload": "plan 1 MiB, offload",
+    "auto": "auto 1 GiB",
+    "auto 18 GiB": "auto 6 MiB",
+    "auto 15 GiB, offload": "auto 6 MiB, offload",
+}
+
+
 def in_miniature(case: Case) -> Case:
-    """A case for a CPU. It has 1,024 tokens, since "long_attn_only" saves no shorter attention."""
+    """A case for a CPU. It has 1,024 tokens, since "long_attn_only" saves no shorter attention.
+
+    "auto" has to be given memory there: as much as the other ways take at most, or less.
+    """
     return dataclasses.replace(
         case,
         label=f"{case.label} in miniature",
@@ -144,7 +162,7 @@ def in_miniature(case: Case) -> Case:
         change={"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "ffn_dim": 32},
         video=video_of(13, 256, 256, 8),
         dtype=torch.float32,
-        ways=tuple(way.replace("20 GiB", "1 MiB") for way in case.ways),
+        ways=tuple(IN_MINIATURE.get(way, way) for way in case.ways),
         rounds=min(case.rounds, 1),
         share={"long": 0.5, "short": 0.4, "compiled": 0.9}.get(case.name, 0.2),
         compiled=None if case.compiled is None else {"backend": "aot_eager"},
@@ -152,6 +170,14 @@ def in_miniature(case: Case) -> Case:
 
 
 # The ways
+
+SETTLING = 3
+"""The steps after which plans of "auto" stay: it measures two, and may plan again before the third."""
+
+
+def is_auto(way: str) -> bool:
+    return way.startswith("auto")
+
 
 FASTVIDEO_LIST = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -191,6 +217,7 @@ class Training(measuring.Workload):
         self.switch = measuring.Ways(self)  # to take a way off again, and for the blocks that fastac enabled
         self.steps_per_turn = 2 if case.warm_up == "step" else 1.25  # warmed up; a forward is about a fourth of a step
         self.turns: list[float] = []  # seconds of some
+        self.planners: dict[str, Planner] = {}
 
     def forward(self) -> torch.Tensor:
         torch.manual_seed(0)
@@ -235,12 +262,26 @@ class Training(measuring.Workload):
         return Forecast(fake_model(self.model, self.inputs))
 
     def policy(self, way: str) -> AnyPolicy:
-        """The policy of one of fastac's ways, by the names of the plan's rows or for its bytes of saved outputs."""
+        """The policy of one of fastac's ways, by the names of the plan's rows or for its bytes of saved outputs.
+
+        That of "auto" is what it chose for the latest step.
+        """
+        if is_auto(way):
+            chosen = self.planner(way).latest
+            assert chosen is not None
+            return chosen.policies or "attn_only"
         if not way.startswith("plan "):
             return ROWS[way]
         budget, _, offloads = way.removeprefix("plan ").partition(", ")
         is_eager = self.case.compiled is None  # compiled blocks save no outputs of Linear modules
         return self.forecast.within(parse_bytes(budget), linear=is_eager, offload=bool(offloads))
+
+    def planner(self, way: str) -> Planner:
+        """The plans of one of the ways by "auto". Only one whose name says so uses the host."""
+        if way not in self.planners:
+            memory, _, offloads = way.removeprefix("auto").partition(", ")
+            self.planners[way] = Planner(Auto(memory or None, None if offloads else 0, self.optimizer))
+        return self.planners[way]
 
     def planned_peak(self, way: str) -> int | None:
         """Bytes by the plan; None for what it does not know: compiled code, torch's selective checkpointing."""
@@ -256,14 +297,18 @@ class Training(measuring.Workload):
         options = self.case.compiled
         for block in self.model.blocks if options is not None else ():
             block._compiled_call_impl = None  # fastac and torch each compile theirs
-        if way not in OF_TORCH and options is None:
-            fastac.enable(self.model, self.policy(way))
-        elif way not in OF_TORCH:
-            fastac.compile(self.model, self.policy(way), **options)
+        policy = None if way in OF_TORCH else self.planner(way) if is_auto(way) else self.policy(way)
+        if policy is not None and options is None:
+            fastac.enable(self.model, policy)
+        elif policy is not None:
+            fastac.compile(self.model, policy, **options)
         else:
             OF_TORCH[way](self.model)
             for block in self.model.blocks if options is not None else ():
                 block.compile(**options)
+        for _ in range(SETTLING if is_auto(way) and self.planner(way).latest is None else 0):
+            self.step()
+            self.release()
         for block in self.switch.blocks():
             state_of(block).step = 2**20 + 1
         start = time.perf_counter()
@@ -346,13 +391,14 @@ def measure(
 
     for way in case.ways:
         turns = 2 + sum(not row["problem"] for row in rows.values()) if case.rounds else 1  # a profile, then a round
+        turns += SETTLING * is_auto(way)
         if time.monotonic() + turns * min(training.turns, default=0) > deadline:
             add(way, "no time left")
             continue
         try:
-            planned = training.planned_peak(way)
             training.to(way)
             figures, step = profile_step(training)
+            planned = training.planned_peak(way)
         except FAILURES as error:
             add(way, failure(error))
             continue

@@ -12,6 +12,9 @@ of this kind takes less.
 Torch's selective checkpointing (SAC) appears twice with the same policy, around each block, deciding by a part of the
 op's name: once with a cache in front and once without.
 
+`auto` plans for memory halfway between what `full` and `attn_only` take. `auto, as a mapping` is enabled with the
+policies that it chose: what `auto` takes beyond it is the lookup of known inputs.
+
 In `attn_only, a branch` half of the blocks call their cross-attention in 30 % of the steps only, at random. When the
 number of calls changes, fastac may observe some of the next regions, at 10 to 20 times their host time: few, so that a
 later step takes no longer.
@@ -40,6 +43,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import fastac
 from common import build_model, finish, parser, positive
 from fastac.cli.measuring import enable_torch_sac, is_attention_by_name, take_turns
+from fastac.hook import enabled_on
+from fastac.planning.auto import RESERVE
 
 
 class Case(NamedTuple):
@@ -76,7 +81,8 @@ CONFIG: dict[str, Any] = {
 }
 TEXT = (1, 12, 16)  # batch, tokens, width
 
-Enable = Callable[[Any], None]
+Enable = Callable[[Any, dict[str, Any]], None]
+"""Enables a variant on a model, for a call with some inputs."""
 
 
 def hooks_alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +116,7 @@ class Sometimes(torch.nn.Module):
         return torch.zeros_like(hidden) if self.skips else self.attention(hidden, *args, **kwargs)
 
 
-def enable_with_branch(model: Any) -> None:
+def enable_with_branch(model: Any, inputs: dict[str, Any]) -> None:
     """Enable `attn_only` on a model of which every second block calls its cross-attention in 30 % of the steps."""
     branching = type("Branching", (type(model.blocks[0]),), {})  # kinds of regions are by class
     for block in model.blocks[::2]:
@@ -126,22 +132,44 @@ def enable_with_branch(model: Any) -> None:
     model.register_forward_pre_hook(choose)
 
 
+def enable_auto(model: Any, inputs: dict[str, Any]) -> None:
+    """Enable `auto` with memory for a part of what `attn_only` saves, and let it choose."""
+    peaks = {row.policy: row.peak_bytes for row in fastac.plan(model, inputs, optimizer="sgd").policies}
+    memory = (peaks["full"] + peaks["attn_only"]) / 2 / (1 - RESERVE)
+    fastac.enable(model, policy=fastac.Auto(memory=int(memory), optimizer="sgd"))
+    model(**inputs)
+
+
+def enable_as_auto_chose(model: Any, inputs: dict[str, Any]) -> None:
+    """Enable the policies that `auto` chooses, as a mapping."""
+    enable_auto(model, inputs)
+    enabled = enabled_on(model)
+    assert enabled is not None
+    fastac.enable(model, policy={name: enabled.policy_of(block) for name, block in enabled.blocks.items()})
+
+
+AUTO, AS_AUTO_CHOSE = "auto", "auto, as a mapping"
+MOST_FOR_AUTO = 1.03
+"""The most that a step of `auto` takes, over one under the policies that it chose, in the median."""
+
 BRANCH = "attn_only, a branch"
 MOST_FOR_BRANCH = 1.1
 """The most that a step of `attn_only, a branch` takes, over one of `attn_only`."""
 
 VARIANTS: dict[str, Enable] = {
-    "none": lambda model: model.disable_gradient_checkpointing(),
-    "full": lambda model: model.enable_gradient_checkpointing(),
-    "reentrant": lambda model: model.enable_gradient_checkpointing(
+    "none": lambda model, inputs: model.disable_gradient_checkpointing(),
+    "full": lambda model, inputs: model.enable_gradient_checkpointing(),
+    "reentrant": lambda model, inputs: model.enable_gradient_checkpointing(
         functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     ),
-    "hooks alone": lambda model: model.enable_gradient_checkpointing(hooks_alone),
-    "fastac full": lambda model: fastac.enable(model, policy="full"),
-    "attn_only": lambda model: fastac.enable(model, policy="attn_only"),
+    "hooks alone": lambda model, inputs: model.enable_gradient_checkpointing(hooks_alone),
+    "fastac full": lambda model, inputs: fastac.enable(model, policy="full"),
+    "attn_only": lambda model, inputs: fastac.enable(model, policy="attn_only"),
     BRANCH: enable_with_branch,
-    "torch SAC, cached": lambda model: enable_torch_sac(model, functools.cache(is_attention_by_name)),
-    "torch SAC, strings": enable_torch_sac,
+    AUTO: enable_auto,
+    AS_AUTO_CHOSE: enable_as_auto_chose,
+    "torch SAC, cached": lambda model, inputs: enable_torch_sac(model, functools.cache(is_attention_by_name)),
+    "torch SAC, strings": lambda model, inputs: enable_torch_sac(model),
 }
 BEFORE_FASTAC = ("none", "full")
 
@@ -155,11 +183,12 @@ class Step:
             "hidden_states": torch.randn(case.latents).to(case.dtype),
             "encoder_hidden_states": torch.randn(TEXT).to(case.dtype),
             "timestep": torch.tensor([500]),
+            "return_dict": False,
         }
-        enable(self.model)
+        enable(self.model, self.inputs)
 
     def __call__(self) -> None:
-        (output,) = self.model(**self.inputs, return_dict=False)
+        (output,) = self.model(**self.inputs)
         output.sum().backward()
 
     def clear(self) -> None:
@@ -240,6 +269,10 @@ def main() -> int:
         branch = results[name][BRANCH]["total_ms"] / results[name]["attn_only"]["total_ms"]
         print(f"a branch in 30 % of the steps, over attn_only, {name}: {branch:.2f}")
         missed += [f"{name}: a branch takes {branch:.2f} of a step without"] * (branch > MOST_FOR_BRANCH)
+        ratios = results[name]
+        auto = ratios[AUTO]["median_ms"] / ratios[AS_AUTO_CHOSE]["median_ms"]
+        print(f"auto over the policies that it chose, {name}: {auto:.3f}")
+        missed += [f"{name}: auto takes {auto:.3f} of a step under the policies it chose"] * (auto > MOST_FOR_AUTO)
     return finish(options, result, missed)
 
 

@@ -2,7 +2,7 @@
 
     python examples/train_wan.py                              # three short clips, two CPU cores, two to three minutes
     python examples/train_wan.py --video holiday.mp4 films/   # your own
-    accelerate launch examples/train_wan.py --mixed-precision bf16 --policy long_attn_only --resolution 256 ...
+    accelerate launch examples/train_wan.py --mixed-precision bf16 --policy auto --resolution 256 ...
     torchrun --nproc-per-node 2 examples/train_wan.py         # two processes, each with all weights
     torchrun --nproc-per-node 2 examples/train_wan.py --fsdp  # two processes, each with a share of them
 
@@ -89,12 +89,12 @@ from train_wan_output import (
 )
 from train_wan_processes import new_accelerator, process_name, reported, whole, whole_number
 
-POLICIES = ("none", "full", "attn_only", "long_attn_only")
+POLICIES = ("none", "full", "attn_only", "long_attn_only", "auto")
 SCHEDULERS = ("constant", "constant_with_warmup", "cosine", "linear")
 SAMPLED_CLIPS = 4
 # What may change between a run and its continuation. All else decides what is trained, and has to be the same.
 FREE_ON_RESUME = frozenset(
-    {"policy", "attention_backend", "steps", "checkpoint_every", "sampling_steps", "fsdp"}
+    {"policy", "memory", "attention_backend", "steps", "checkpoint_every", "sampling_steps", "fsdp"}
     | {"output", "resume", "overwrite", "video"}
 )
 
@@ -115,6 +115,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--frame-rate", type=float, default=8.0, help="frames per second to take from a video (default: 8)")
 
     add("--policy", choices=POLICIES, default="attn_only", help="none: no checkpointing (default: attn_only)")
+    add("--memory", metavar="BYTES", help='of the device, for --policy auto: "16GiB" (default: all; needed on a CPU)')
     add("--attention-backend", metavar="NAME", help="a diffusers attention backend (default: as diffusers decides)")
     add("--mixed-precision", choices=("no", "bf16", "fp16"), default="no", help="(default: no)")
     add("--fsdp", action="store_true", help="of several processes, each holds a share of the weights (FSDP2)")
@@ -167,6 +168,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--resume and --overwrite exclude each other")
     if args.resume and args.output is None:
         parser.error("--resume needs --output: the folder of the run to go on with")
+    if args.memory is not None and args.policy != "auto":
+        parser.error("--memory needs --policy auto")
+    if args.policy == "auto" and args.memory is None and not torch.accelerator.is_available():
+        parser.error("--policy auto on a CPU needs --memory")
     return args
 
 
@@ -184,7 +189,9 @@ def build_transformer(args: argparse.Namespace) -> WanTransformer3DModel:
         except (RuntimeError, ImportError, ValueError, OSError) as error:
             raise InputError(f"--attention-backend {args.attention_backend}: {error}") from error
     if args.policy != "none":
-        fastac.enable(transformer, policy=args.policy)
+        # The optimizer is made later, when accelerate may have exchanged the weights.
+        auto = fastac.Auto(memory=args.memory, optimizer="adamw") if args.policy == "auto" else None
+        fastac.enable(transformer, policy=auto or args.policy)
     return transformer
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fastac import hook
 from fastac.cli import version
+from fastac.engine import host_memory
 from fastac.engine.blocks import state_of
 from fastac.engine.generators import generators_preserved
 from fastac.engine.process import process
@@ -34,6 +35,7 @@ from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import plan
+from fastac.planning.auto import Auto, Planner
 from fastac.planning.plans import ROWS, in_unit, table_of_figures, unit_of
 from fastac.policy import Policy
 from fastac.registry import classify
@@ -300,6 +302,7 @@ class Ways:
         self.workload = workload
         self.budget = budget
         """Bytes of saved outputs for "planned". None means those of attn_only, which `planned` finds out."""
+        self.offload = offload
         self.variants = VARIANTS | (OFFLOADED if offload else {})
         self.off()
 
@@ -311,6 +314,14 @@ class Ways:
             self.budget = next(row.saved_bytes for row in planned.policies if row.policy == "attn_only")
         return planned.within(self.budget)
 
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """The plans of "auto", for steps without an optimizer. They are made once. They use the host if `offload`."""
+        available = host_memory.available() if self.workload.device.type == "cpu" else None
+        # The last tenth is for what a plan does not count. Weights are there already.
+        memory = None if available is None else available * 9 // 10 + self.workload.weights
+        return Planner(Auto(memory, None if self.offload else 0, "sgd"))
+
     def to(self, name: str) -> None:
         """Ways a way on and run a step, in which everything is built or cached that is needed once.
 
@@ -320,11 +331,20 @@ class Ways:
         # After a step that ran out of memory, tensors may be in reference cycles, which only this frees.
         gc.collect()
         self.variants[name](self)
-        self.workload.step()
-        self.workload.release()
+        # "auto" measures two steps, and plans again before the third if that changes much.
+        is_new = name == "auto" and self.planner.latest is None
+        for _ in range(3 if is_new else 1):
+            self.workload.step()
+            self.workload.release()
         for block in self.blocks():
             # Values are compared in the steps 0, 1, 2, 4, 8, ...: this number is far from the next power of two.
             state_of(block).step = 2**20 + 1
+
+    @property
+    def chosen(self) -> str:
+        """What "auto" chose, if it is switched on, in a line."""
+        enabled = hook.enabled_on(self.workload.model)
+        return "" if enabled is None else enabled.plan_in_words
 
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks, if the way that is switched on uses `fastac.enable`."""
@@ -350,6 +370,7 @@ VARIANTS: dict[str, Callable[[Ways], object]] = {
     "attn_only": _enabling("attn_only"),
     "long_attn_only": _enabling("long_attn_only"),
     "planned": lambda ways: hook.enable(ways.workload.model, ways.planned),
+    "auto": lambda ways: hook.enable(ways.workload.model, ways.planner),
     "torch SAC, by name": lambda ways: enable_torch_sac(ways.workload.model),
 }
 """Ways to checkpoint a model that has no checkpointing now."""
@@ -376,6 +397,8 @@ class Measurement:
     """The largest number of bytes at any time of a step."""
     host_bytes: int = 0
     """Bytes in host memory between forward and backward. On a CPU, held_bytes contains them."""
+    chosen: str = ""
+    """What policy "auto" chose, in a line."""
     copies: int = 0
     """Copies to the host and back in a step."""
     waited_bytes: tuple[int, ...] = ()
@@ -416,7 +439,7 @@ def measure(
         try:
             ways.to(name)
             held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
-            row = Measurement(name, held_bytes=held, peak_bytes=peak)
+            row = Measurement(name, held_bytes=held, peak_bytes=peak, chosen=ways.chosen)
             if (moved := offloaded_by(ways.blocks())) is not None:
                 waited = moved.waited_bytes if workload.device.type == "cuda" else ()
                 row = replace(row, host_bytes=moved.host_bytes, copies=moved.copies, waited_bytes=waited)
@@ -551,6 +574,7 @@ class Measurements:
         ]
         captions += [f"{self.runs} runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
+        captions += [f"{row.variant}: {row.chosen}" for row in self.rows if row.chosen]
         captions += [_offloaded(row, self.device) for row in self.rows if row.variant in OFFLOADED and not row.problem]
         return render(table_of(self.rows, self.subject, captions, {f"results as\n{self.reference}": self._equality}))
 

@@ -41,6 +41,7 @@ from fastac.planning.fake_weights import gpus_of, stored_bytes
 from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyPlan, States
 from fastac.planning.places import Room
 from fastac.planning.plans import TFLOPS, parse_bytes
+from fastac.planning.timeline import EXCHANGED
 from fastac.policy import Policy
 
 logger = logging.getLogger("fastac")
@@ -499,14 +500,14 @@ def _in_words(policies: Mapping[str, Policy], forecast: Forecast, row: PolicyPla
     """What is saved where."""
     if not any(policy.checkpoints for policy in policies.values()):
         return f"no checkpointing; {row.relative:.3f} of the FLOPs of full"
-    outputs = forecast.outputs()
-    linear = [policies[block].saves_linear(out.name) for block in policies for out in outputs[block] if not out.keys]
-    attention = sum(policy.name == "attn_only" for policy in policies.values())
+    saved = forecast.full.saved(policies).values()
+    attention = sum(out.keys > 0 for outputs in forecast.outputs().values() for out in outputs)
     waiting = sum(bool(policy.offload) for policy in policies.values())
     on_host = f"; {waiting} of {len(policies)} blocks wait on the host ({readable_bytes(row.host_bytes)})"
     return (
-        f"attention saved in {attention} of {len(policies)} blocks, and {sum(linear)} Linear outputs"
-        f"{on_host * bool(waiting)}; {row.relative:.3f} of the FLOPs of full"
+        f"saves {sum(out.keys > 0 for out in saved)} of {attention} attention outputs, and "
+        f"{sum(not out.keys and out.name != EXCHANGED for out in saved)} of Linear modules{on_host * bool(waiting)}; "
+        f"{row.relative:.3f} of the FLOPs of full"
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import forget_state
+from fastac.engine.blocks import forget_state, inside
+from fastac.engine.checkpoint_wrappers import call_plainly, is_wrapper
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.hosts import blocks_given, detach_all
@@ -105,6 +106,10 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
+    wrappers: list[Any] = [module for module in copied.modules() if is_wrapper(module)]
+    for wrapper in wrappers:
+        if inside(wrapper) in named.values():
+            wrapper.checkpoint_fn = call_plainly  # fastac takes its place
     as_on_cuda = trains_on == "cuda" and fake_device.type != "cuda"
     without_inputs = FakeModel(copied, named, is_by_forward(copied, blocks), known, fake_device, as_on_cuda)
     return without_inputs.with_inputs(inputs)

@@ -145,6 +145,7 @@ def test_all_of_it_in_miniature(
 ) -> None:
     some = {"short": ("torch full", "none"), "compiled": ("torch full", "attn_only", "attn_only, offload")}
     cases = [dataclasses.replace(case, rounds=min(case.rounds, 1)) for case in gpu_wan.CASES]
+    some["long"] = tuple(way for way in gpu_wan.CASES[0].ways if way != "auto 18 GiB")  # on a CPU as with offload
     cases = [dataclasses.replace(case, ways=some.get(case.name, case.ways)) for case in cases]
     monkeypatch.setattr(gpu_wan, "CASES", tuple(cases))
     found = run("--minutes", "5")
@@ -164,7 +165,7 @@ def test_all_of_it_in_miniature(
     long, short, compiled, lora = ({row["way"]: row for row in case["rows"]} for case in found["cases"])
     assert set(short) == {"torch full", "none"}
 
-    attention = {way: row["attention_kernels"] for way, row in long.items() if not way.startswith("plan ")}
+    attention = {way: row["attention_kernels"] for way, row in long.items() if not way.startswith(("plan ", "auto "))}
     assert attention == {"torch full": 12, "full": 12, "none": 6} | {
         "torch SAC, FastVideo's list": 6,
         "torch SAC, by name": 6,
@@ -184,10 +185,16 @@ def test_all_of_it_in_miniature(
     assert long["none"]["held_bytes"] > long["attn_only"]["held_bytes"] > long["full"]["held_bytes"]
     assert long["plan 1 MiB"]["held_bytes"] > long["plan 1 MiB, offload"]["held_bytes"]
 
+    assert long["auto 1 GiB"]["held_bytes"] == long["none"]["held_bytes"]
+    auto = long["auto 6 MiB, offload"]
+    assert long["attn_only"]["held_bytes"] < auto["held_bytes"] < long["none"]["held_bytes"]
+    assert long["attn_only"]["peak_bytes"] < auto["planned_peak_bytes"] < 6 * 2**20
+
     unplanned = {way for way, row in long.items() if row["planned_peak_bytes"] is None}
     assert unplanned == {"torch SAC, FastVideo's list", "torch SAC, by name"}
     assert all(row["planned_peak_bytes"] is None for row in compiled.values())
-    for way in ("torch full", "full", "attn_only", "long_attn_only", "plan 1 MiB", "none"):
+    autos = ("auto 1 GiB", "auto 6 MiB, offload")
+    for way in ("torch full", "full", "attn_only", "long_attn_only", "plan 1 MiB", *autos, "none"):
         # Attention on a CPU has workspaces of its own, which is much beside so few tokens. The host is no other memory.
         assert 0.85 < long[way]["planned_peak_bytes"] / long[way]["peak_bytes"] < 1.005
     assert lora["torch full"]["planned_peak_bytes"] > 0 < lora["long_attn_only, offload"]["host_bytes"]

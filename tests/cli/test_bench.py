@@ -24,7 +24,7 @@ from fastac.models import published as configurations
 from tests import support
 from tests.support import cells_of
 
-NAMES = ["none", "full", "attn_only", "long_attn_only", "planned", "torch SAC, by name"]
+NAMES = ["none", "full", "attn_only", "long_attn_only", "planned", "auto", "torch SAC, by name"]
 
 
 def tiny_wan() -> Workload:
@@ -57,7 +57,7 @@ def test_every_way_is_measured() -> None:
     assert [row.variant for row in measured.rows if row.problem] == ["long_attn_only"], "no attention is long here"
     attention = {name: row.attention for name, row in rows.items() if not row.problem}
     assert 4 <= attention.pop("planned") <= 8
-    assert attention == {"none": 4, "full": 8, "attn_only": 4, "torch SAC, by name": 4}
+    assert attention == {"none": 4, "full": 8, "attn_only": 4, "auto": 4, "torch SAC, by name": 4}
     assert [rows[name].relative for name in ("none", "full", "attn_only")] == [0.5, 1.0, 1.5]
     assert (measured.reference, measured.noise) == ("none", 0.0)
     for row in (row for row in measured.rows if not row.problem):
@@ -69,6 +69,10 @@ def test_every_way_is_measured() -> None:
     assert saved.held_bytes - full.held_bytes == measured.budget == 52 * 2**10, "what fastac.report says is saved"
     assert 0 < rows["planned"].held_bytes - full.held_bytes <= measured.budget
     assert none.peak_bytes > saved.peak_bytes > full.peak_bytes > saved.held_bytes
+
+    assert rows["auto"].held_bytes == none.held_bytes
+    assert (none.chosen, rows["auto"].chosen.partition(";")[0]) == ("", "no checkpointing")
+    assert "auto: no checkpointing; " in str(measured)
 
     cells = cells_of(str(measured))
     assert list(cells) == NAMES
@@ -92,6 +96,28 @@ def test_no_values_are_compared_in_timed_steps(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         switch.workload.step()
     assert not seen
+
+
+def test_auto_is_timed_under_a_plan_that_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may plan again before the third step. It plans once, for what the machine has besides the weights."""
+    available, steps, step = 3_000_000, [0], Workload.step
+
+    def counted(workload: Workload) -> None:
+        steps[0] += 1
+        step(workload)
+
+    monkeypatch.setattr("fastac.engine.host_memory.available", lambda: available)
+    monkeypatch.setattr(Workload, "step", counted)
+    workload = tiny_wan()
+    switch = Ways(workload)
+    switch.to("auto")
+    assert steps == [3]
+    chosen = switch.chosen
+    switch.to("auto")
+    assert (steps, switch.chosen) == ([4], chosen)
+    auto = switch.planner.auto
+    assert (auto.memory, auto.host, auto.optimizer) == (available * 9 // 10 + workload.weights, 0, "sgd")
+    assert Ways(workload, offload=True).planner.auto.host is None
 
 
 NONE, FULL = VARIANTS["none"], VARIANTS["full"]

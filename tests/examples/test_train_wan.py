@@ -119,13 +119,16 @@ def weights(output: Path, step: int = 2) -> dict[str, torch.Tensor]:
 
 
 def test_outputs_exist_and_parse(run: Run, video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And training is the same under `full`, which runs attention again."""
+    """And training is the same under `full`, which runs attention again, and under `auto`, with room for everything."""
     output = run("--steps", 4, "--checkpoint-every", 2)
     printed = capsys.readouterr().out
     assert "WanTransformer3DModel: policy attn_only" in printed
     assert "4 in forward, 0 again in backward" in printed
     assert losses(run("--steps", 4, "--policy", "full", output=tmp_path / "full")) == losses(output)
     assert "4 in forward, 4 again in backward" in capsys.readouterr().out
+    auto = run("--steps", 4, "--policy", "auto", "--memory", "1GiB", output=tmp_path / "auto")
+    assert losses(auto) == losses(output)
+    assert "no checkpointing" in capsys.readouterr().out
 
     lines = metrics(output)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -208,6 +211,10 @@ def test_bad_input(refused: Refused, tmp_path: Path, video: Path) -> None:
         (("--video", short), "too short: it has 3 frames, and --frames 4"),
         (("--video", video, namesake), "two of the videos have this name"),
         (("--policy", "everything"), "attn_only"),
+        (("--policy", "auto", "--memory", "some"), "'some'"),
+        (("--policy", "auto", "--memory", "1KiB"), 'policy "auto", WanTransformer3DModel on '),
+        (("--memory", "1GiB"), "--memory needs --policy auto"),
+        *([] if torch.accelerator.is_available() else [(("--policy", "auto"), "on a CPU needs --memory")]),
         (("--resolution", 18), "--resolution 18: must be a multiple of 4"),
         (("--learning-rate", "nan"), "--learning-rate nan: must be greater than 0"),
         (("--attention-backend", "fast"), "unknown; there are flash, "),

@@ -239,7 +239,7 @@ def test_steps_are_exact() -> None:
     for mine in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         support.assert_same(support.train_step(mine, inputs), expected)
         assert policies_of(mine) == policies
-    assert "attention saved in" in str(fastac.report(model))
+    assert "attention outputs" in str(fastac.report(model))
     assert "auto" in str(fastac.verify(model, **inputs))
     fastac.disable(model)
     support.assert_same(support.train_step(model, inputs), expected)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fastac
+from fastac.engine.checkpoint_wrappers import call_plainly
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from tests.marks import soak
@@ -130,3 +132,12 @@ def test_what_is_within_can_be_enabled(make: Callable[[int], Model]) -> None:
     planned.step(model, inputs)
     report = fastac.report(model)
     assert 0 < sum(row.saved_bytes for row in report.rows) <= saved // 2
+
+
+def test_wrappers_around_blocks() -> None:
+    """fastac takes the place of torch's CheckpointWrapper, as accelerate's FSDP puts it there. So does the plan."""
+    model, inputs = planned.tiny(planned.WAN)
+    plain = fastac.plan(model, inputs).policies
+    apply_activation_checkpointing(model, check_fn=lambda module: module in {*model.blocks})
+    assert fastac.plan(model, inputs).policies == plain
+    assert all(block.checkpoint_fn is not call_plainly for block in model.blocks)
