@@ -175,7 +175,7 @@ def resolve(policy: str | Policy) -> Policy:
         if policy not in NAMED:
             raise FastacError(
                 f"policy={policy!r}: unknown policy.{did_you_mean(policy, NAMED)} There are {_quoted(NAMED)}, "
-                f'Policy("attn_only", min_kv=...), and a mapping of block names to these.'
+                f'Policy("attn_only", min_kv=...), a mapping of block names to these, and "auto" for a whole model.'
             )
         policy = NAMED[policy]
     elif not isinstance(policy, Policy):

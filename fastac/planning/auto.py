@@ -313,7 +313,8 @@ class Planner:
                 choice = Choice(None, f'no plan, so policy "attn_only": {forecast}')
         finally:
             timer.cancel()
-        logger.info('policy "auto", %s: %s', forward, choice.why)
+        beside = ", beside gradients of an earlier backward" if forward.key[1] else ""
+        logger.info('policy "auto", %s%s: %s', forward, beside, choice.why)
         return choice
 
     def _forecast(self, forward: _ForwardPass) -> Forecast | str:
@@ -351,7 +352,11 @@ class Planner:
             missing = places.missing(forecast, room, gradient_shards=shards)
             advice = "\nStates of AdamW are counted beside that. If yours has them already, or is not AdamW: "
             advice += "policy=fastac.Auto(optimizer=optimizer)."
-            raise FastacError(f'policy "auto", {forward}: {missing}{advice * is_guess}')
+            others = f"{readable_bytes(means.limit - memory)} are taken already (weights, optimizer, other models)"
+            raise FastacError(
+                f'policy "auto", {forward}: {missing}\nOf {readable_bytes(means.limit)}, without a reserve of '
+                f"{RESERVE:.0%}, {others}.{advice * is_guess}"
+            )
         peak = forecast.step(policies).peak(policies, shards)
         row = dataclasses.replace(forecast.plan(policies, "auto"), peak_bytes=peak)
         planned = f"{readable_bytes(means.limit - memory + peak)} of {readable_bytes(means.limit)} planned"

@@ -63,6 +63,8 @@ def parse_bytes(text: str | int) -> int:
     """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
+    if text == "0":  # the unit does not matter
+        return 0
     # Decimals need a prefix: "1.5GiB" is a number of bytes, "1.5B" is not.
     pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"
     match = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
@@ -267,8 +269,8 @@ def summary(policies: Collection[Policy]) -> str:
     if not any(policy.checkpoints for policy in policies):
         parts = ["no checkpointing"]
     on_host = sum(bool(policy.offload) for policy in policies)
-    waiting = f"{on_host} of {len(policies)} blocks wait on the host; saved: " * bool(on_host)
-    return waiting + (", ".join(parts) or "nothing")
+    waiting = f"{on_host} of {len(policies)} blocks wait on the host; " * bool(on_host)
+    return f"{waiting}saved: {', '.join(parts) or 'nothing'}" if parts != ["no checkpointing"] else parts[0]
 
 
 def plan(
