@@ -42,7 +42,7 @@ WRAPPERS: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}
 def _choices(kind: str, forwards: tuple[int, int], wait: float = 60) -> list[dict[str, str]]:
     """What each of so many steps chose, on a rank with much memory and another with little.
 
-    forwards: of each rank. wait: seconds for which a rank waits for the other one.
+    forwards: of each rank. wait: seconds for which a rank waits for the other one in its third forward.
     """
     model = ulysses_stack(layers=3) if kind == "ulysses" else stack(layers=3)
     inputs = part_of_inputs() if kind == "ulysses" else stack_inputs(batch=1 + dist.get_rank() * (kind == "ddp"))
@@ -50,12 +50,12 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 60) -> list[dic
     full, most = (forecast.peak(policy) - forecast.states.weights for policy in ("full", "attn_only"))
     room = 10 * most if dist.get_rank() == 0 else (full + most) // 2
     patch = _on_device(math.ceil(room / (1 - auto.RESERVE)))
-    patch.setattr(auto, "WAIT", timedelta(seconds=wait))
     fastac.enable(model, fastac.Auto(host=0), blocks="blocks")
     trained = WRAPPERS.get(kind, lambda model: model)(model)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
     chosen = []
-    for _ in range(forwards[dist.get_rank()]):
+    for number in range(forwards[dist.get_rank()]):
+        patch.setattr(auto, "WAIT", timedelta(seconds=wait if number == 2 else 60))
         trained(**inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
