@@ -149,14 +149,14 @@ class Applying(torch.nn.Module):
 
 def test_another_thread_adds_kinds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that train blocks of one class share their kinds."""
-    block, without_shapes = Block(), kinds._without_shapes
+    block, without_shapes = Block(), kinds.without_shapes
 
     def meanwhile(value: Any) -> Any:
         for known in process.kinds.values():
             known[object()] = Kind((fastac.Policy("attn_only"), None, None))
         return without_shapes(value)
 
-    monkeypatch.setattr(kinds, "_without_shapes", meanwhile)
+    monkeypatch.setattr(kinds, "without_shapes", meanwhile)
     train(block, itertools.repeat(2, 3), itertools.count(8))
     kinds.ops_called()
 
