@@ -57,8 +57,8 @@ from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning.auto import Auto, Planner
 from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import AnyPolicy, Forecast
-from fastac.planning.plans import ROWS, parse_bytes, table_of_figures
+from fastac.planning.forecast import ROWS, AnyPolicy, Forecast
+from fastac.planning.plans import parse_bytes, table_of_figures
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import executed_attention
 

@@ -24,7 +24,7 @@ def class_name(module: object) -> str:
 
 
 def class_before(module: object) -> type:
-    """The class of a module, or the one that it had before FSDP2 or `replicate` derived another from it."""
+    """The class of a module, before FSDP2 or `replicate` derived another class from it."""
     cls = module if isinstance(module, type) else type(module)
     while len(cls.__bases__) == 2 and cls.__name__.removesuffix(cls.__bases__[1].__name__) in _ENGINES:
         cls = cls.__bases__[1]

@@ -40,12 +40,22 @@ from fastac.models.blocks import check_module, choose_blocks, grouped
 from fastac.models.catalogue import row_of
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.auto import Auto, Choice, Planner, no_memory
-from fastac.policy import DISABLED, NAMED, BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
+from fastac.policy import (
+    DISABLED,
+    NAMED,
+    AnyPolicy,
+    BlockPolicies,
+    Policy,
+    of_first,
+    resolve,
+    resolve_blocks,
+    saves_nothing,
+)
 
 logger = logging.getLogger("fastac")
 
 
-AnyPolicy = str | Policy | Auto | Planner | Mapping[str, str | Policy]
+GivenPolicy = AnyPolicy | Auto | Planner
 """What `enable` takes for a policy. A Planner is that of an earlier `enable`, with its plans."""
 
 
@@ -189,7 +199,7 @@ class Enabled:
     def check_once_all_ran(self) -> None:
         """Call `check_saved` once all blocks ran: a trainer may call the blocks itself, without the model's forward."""
         if self.planner is not None and self.planner.latest is None:
-            said = "only its blocks are called, not its forward: without its inputs there is no plan"
+            said = "only its blocks are called, not its forward, and a plan needs the inputs of the forward"
             kinds.warn_once(self.model, "auto", f'policy "auto": {class_name(self.model)}: {said}, so "attn_only"')
         if all(state_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
             self.check_saved()
@@ -211,7 +221,7 @@ class Enabled:
 
 def enable(
     model: torch.nn.Module,
-    policy: AnyPolicy = "attn_only",
+    policy: GivenPolicy = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
     determinism_check: str = "default",
@@ -251,12 +261,7 @@ def enable(
     by_forward = is_by_forward(model, blocks)
     containers = choose_blocks(model, blocks, outer)
     before = enabled_on(model)
-    planner = None
-    if isinstance(policy, (Auto, Planner)) or policy == "auto":
-        policy = Auto() if isinstance(policy, str) else policy
-        planner, policy = policy if isinstance(policy, Planner) else Planner(policy), "attn_only"
-        if planner.auto.memory is None and not torch.accelerator.is_available() and not DISABLED:
-            raise no_memory()
+    policy, planner = _planned(policy)
     if by_forward:
         refuse_second(model, None if before is None else before.host)
     named = {name: block for container in containers for name, block in container.blocks.items()}
@@ -267,7 +272,6 @@ def enable(
     # The check below asks which ops this process has.
     prepare()
     check_backends(model, named, selected)
-    planner = None if DISABLED else planner
     host_class = ForwardHost if by_forward else FunctionHost
     enabled = Enabled(model, selected, determinism_check, named, host_class, blocks, planner)
     policies = {block: enabled.policy_of(block) for block in named.values()}
@@ -294,9 +298,27 @@ def enable(
         kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
 
 
+def _planned(policy: GivenPolicy) -> tuple[AnyPolicy, Planner | None]:
+    """The policy before the first forward, and the planner that chooses others then; no planner if there is no "auto".
+
+    Raises FastacError if the device does not say how much memory it has.
+    """
+    if policy == "auto":
+        policy = Auto()
+    if isinstance(policy, Auto):
+        policy = Planner(policy)
+    if not isinstance(policy, Planner):
+        return policy, None
+    if DISABLED:
+        return "attn_only", None
+    if policy.auto.memory is None and not torch.accelerator.is_available():
+        raise no_memory()
+    return "attn_only", policy
+
+
 def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch.compile
     model: torch.nn.Module,
-    policy: AnyPolicy = "attn_only",
+    policy: GivenPolicy = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
     determinism_check: str = "default",

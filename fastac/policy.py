@@ -137,6 +137,10 @@ class Policy:
         return f"{self.name}({', '.join(words)})"
 
 
+AnyPolicy = str | Policy | Mapping[str, str | Policy]
+"""A policy or its name, for all blocks; or by block name, or by a pattern of block names."""
+
+
 class BlockPolicies(dict[Any, Policy]):
     """Block -> policy, for a model that mixes them. Copied and pickled together with the blocks."""
 

@@ -36,7 +36,8 @@ from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import plan
 from fastac.planning.auto import Auto, Planner
-from fastac.planning.plans import ROWS, in_unit, table_of_figures, unit_of
+from fastac.planning.forecast import ROWS
+from fastac.planning.plans import in_unit, table_of_figures, unit_of
 from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verification.noise import MOST_EQUAL, Tensors, deterministic_kernels, deterministic_runs, two_runs

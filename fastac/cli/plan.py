@@ -20,10 +20,9 @@ from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan, places
 from fastac.planning.fake_model import DEVICES
-from fastac.planning.forecast import OPTIMIZERS, PolicyPlan
-from fastac.planning.plans import AUTO, GBPS, ROWS, TFLOPS, WITHIN, parse_bytes, room_of
+from fastac.planning.forecast import OPTIMIZERS, ROWS, PolicyPlan
+from fastac.planning.plans import AUTO, GBPS, TFLOPS, WITHIN, parse_bytes, room_of
 from fastac.planning.video import Tell, Training, plan_video
-from fastac.policy import Policy
 from fastac.verification.tables import console
 
 GIB = 2**30
@@ -136,7 +135,7 @@ def code_of(row: PolicyPlan, options: argparse.Namespace) -> list[str]:
         policy = json.dumps(row.policy.partition(",")[0])
         return [f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}, {policy}))"]
     if options.context_parallel > 1:
-        # `fastac.plan` does not know about context parallelism, so there is no code to show: --json has the policies.
+        # `fastac.plan` does not know about context parallelism, so no code makes this plan: --json has the policies.
         return []
     planned, within = ["transformer", "inputs"], []
     if row.policy == AUTO:
@@ -224,7 +223,7 @@ def best_rows(plan: Plan, host: int) -> list[PolicyPlan]:
     """
     forecast = plan.forecast
     peaks = {row.peak_bytes for row in plan.policies if row.policy != "none"}
-    least, most = min(peaks), forecast.peak(Policy("attn_only", linear=("*",)))
+    least, most = min(peaks), forecast.peak(places.EVERYTHING)
     between = {int(least * (most / least) ** (number / 8)) for number in range(1, 8)}
     rows = []
     for memory in sorted(peaks | between | {most}):

@@ -15,7 +15,7 @@ class DeviceMemory(NamedTuple):
 
     # In tensors that are alive now.
     allocated: int
-    # The most that tensors could have: those that are alive, what the allocator keeps unused, and what nobody has.
+    # The most that tensors could have: what they have, what the allocator keeps for later, and what is free.
     usable: int
     # The most that tensors had at one time. Only torch.accelerator.reset_peak_memory_stats lowers it.
     peak: int

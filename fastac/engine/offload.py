@@ -128,7 +128,7 @@ class StashedTensor:
 
 def has_stash(policy: Policy) -> bool:
     """Whether a region that begins needs a stash: it offloads, or a region before it in the same forward does."""
-    # The regions behind one that offloads say when it leaves, and when its copies back begin.
+    # A region leaves when later regions begin, and its copies back begin when the next region is recomputed.
     return bool(policy.offload) or (process.thread.latest is not None and process.thread.latest() is not None)
 
 

@@ -124,7 +124,7 @@ class Region:
         self.args = torch_private.save(self.args)
         # In a checkpoint of somebody else's around the region, its inputs are slots.
         self.in_checkpoint = torch_private.innermost_checkpoint() is not None
-        self.autocast = _autocast()
+        self.autocast = autocast_state()
         self.default_device = torch_private.default_device()
         self.stance = torch_private.stance()
 
@@ -325,7 +325,7 @@ class Region:
         """A context with the forward's autocast and default device."""
         device = self.default_device
         # Most recomputes find the forward's state, and to enter contexts takes time in every one of them.
-        if self.autocast == _autocast() and device == torch_private.default_device():
+        if self.autocast == autocast_state() and device == torch_private.default_device():
             return _NOTHING
         stack = contextlib.ExitStack()
         # Backward may run under another autocast than the forward, so it is first switched off for every device.
@@ -429,7 +429,7 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _autocast() -> list[tuple[str, torch.dtype, bool]]:
+def autocast_state() -> list[tuple[str, torch.dtype, bool]]:
     """The device types for which autocast is on; its dtype, and whether it caches."""
     return [
         (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())

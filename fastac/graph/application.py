@@ -16,14 +16,12 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.nodes import RECOMPUTED, call, is_backward, marks, regions
 from fastac.graph.passes import Policies, functionalize, own_policies, refuse_writes, rematerialize, tag, where
 from fastac.graph.tracing import Traced, summary
-from fastac.policy import Policy, resolve, resolve_blocks
+from fastac.policy import AnyPolicy, Policy, resolve, resolve_blocks
 from fastac.registry import classify
 
 logger = logging.getLogger("fastac")
 
 Step = TypeVar("Step", Traced, GraphModule)
-
-AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
 # inductor takes a graph that was traced with its backward for inference. It turns the first pass off in training, where
 # it cost memory (pytorch 101423); the second is on everywhere (134874).

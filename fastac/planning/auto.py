@@ -32,6 +32,7 @@ from fastac.engine.blocks import signature
 from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
 from fastac.engine.ranks import least
+from fastac.engine.region import autocast_state
 from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
@@ -120,7 +121,7 @@ def optimizer_name(optimizer: Any) -> str | None:
     """The name in OPTIMIZERS of an optimizer, by its class; AdamW's if none is like it."""
     if optimizer is None or isinstance(optimizer, str):
         return optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    inner = _inner(optimizer)
     name = type(inner).__name__.lower()
     if "8bit" in name:
         return "adamw8bit"
@@ -128,26 +129,24 @@ def optimizer_name(optimizer: Any) -> str | None:
     return "sgd" if name == "sgd" and not has_momentum else "adamw"
 
 
-def _device_of(model: torch.nn.Module, call: Arguments) -> torch.device:
-    """The device that computes. Weights may wait elsewhere, but inputs do not."""
-    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-    devices = [tensor.device for tensor in [*tensors, next(model.parameters())]]
-    return next((device for device in devices if device.type != "cpu"), devices[0])
+def _inner(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 class Choice(NamedTuple):
     """What was chosen for inputs of some shapes."""
 
-    # Block name -> policy; None if there is no plan: then every block has "attn_only".
+    # Block name -> policy. None without a plan: then the policy of every block is "attn_only".
     policies: Mapping[str, Policy] | None
-    # What is saved where, or why there is no plan, in a line.
+    # In a line: what is saved where, or why fastac made no plan.
     why: str
     # The rest belongs to a plan: what the step takes, and the FLOPs of its forward.
     row: PolicyPlan | None = None
     forward_flops: int = 0
 
 
-_NOTHING_TRAINS = Choice(None, 'no weight is trained, so there is no plan, and policy "attn_only"')
+_NOTHING_TRAINS = Choice(None, 'no plan, so policy "attn_only": no weight is trained')
 
 
 class _ForwardPass(NamedTuple):
@@ -157,14 +156,18 @@ class _ForwardPass(NamedTuple):
     # Whether outputs of Linear modules can be saved.
     saves_linear: Callable[[], bool]
     call: Arguments
-    device: torch.device
     # The signature of the inputs, with the modes that decide what a step does; and whether gradients are allocated.
     key: tuple[Any, bool]
 
+    @property
+    def device(self) -> torch.device:
+        """The device that computes. Weights may wait elsewhere, but inputs do not."""
+        tensors = [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor)]
+        devices = [tensor.device for tensor in [*tensors, next(self.model.parameters())]]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
+
     def __str__(self) -> str:
-        named = [*(("", value) for value in self.call.args), *self.call.kwargs.items()]
-        shapes = [f"{name} {tuple(value.shape)}".strip() for name, value in named if isinstance(value, torch.Tensor)]
-        return f"{class_name(self.model)} on {', '.join(shapes)}"
+        return f"{class_name(self.model)} on {self.call}"
 
 
 class _Sizes(NamedTuple):
@@ -199,7 +202,7 @@ class _MeasuredStep:
 
     key: tuple[Any, bool]
     choice: Choice
-    # Whether it is the second one that is measured, after which plans may change.
+    # Whether plans may change after this step: it is the second step that is measured.
     is_second: bool
     before: DeviceMemory | None
     # When its forward began and ended.
@@ -255,10 +258,8 @@ class Planner:
         if trained is None:
             self.latest, before = _NOTHING_TRAINS, self.latest
             return None if before is self.latest else self.latest
-        arguments = Arguments(args, kwargs)
-        device = _device_of(model, arguments)
-        shapes = signature(args), signature(kwargs), model.training, torch.is_autocast_enabled(_autocast_type(device))
-        forward = _ForwardPass(model, saves_linear, arguments, device, (shapes, trained.grad is not None))
+        shapes = signature(args), signature(kwargs), model.training, tuple(autocast_state())
+        forward = _ForwardPass(model, saves_linear, Arguments(args, kwargs), (shapes, trained.grad is not None))
         key = forward.key
         self._forwards += 1
         if self._out_of_memory != process.out_of_memory:
@@ -365,7 +366,7 @@ class Planner:
     def _look(self, forward: _ForwardPass) -> _Means | None:
         """What a step may use: the least of all ranks. None if no rank can plan."""
         auto, memory = self.auto, memory_of(forward.device)
-        own = [math.inf] * 4  # of a rank that cannot plan
+        own = [math.inf] * 4  # the values of a rank that cannot plan
         if self._sizes is not None:
             if memory is None and auto.memory is None:
                 raise no_memory()
@@ -403,7 +404,7 @@ class Planner:
 
     def _has_states(self) -> bool:
         """Whether the states of the optimizer are allocated."""
-        inner = getattr(self.auto.optimizer, "optimizer", self.auto.optimizer)
+        inner = _inner(self.auto.optimizer)
         if hasattr(inner, "state"):
             return bool(inner.state)
         if self._weight is None:
@@ -522,11 +523,6 @@ def no_memory() -> FastacError:
         'policy "auto" asks the device how much memory it has, and this one does not say (a CPU?). Write what a step '
         'may use, with weights and optimizer: fastac.enable(model, policy=fastac.Auto(memory="16GiB")).'
     )
-
-
-def _autocast_type(device: torch.device) -> str:
-    """The type of a device for autocast, which does not know every device."""
-    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
 
 
 def _now(device: torch.device) -> Any:

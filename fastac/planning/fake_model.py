@@ -33,6 +33,12 @@ class Arguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def __str__(self) -> str:
+        """Names and shapes of the tensors."""
+        named = [*(("", value) for value in self.args), *self.kwargs.items()]
+        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+        return ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
+
 
 @dataclasses.dataclass(frozen=True)
 class FakeModel:
@@ -69,14 +75,14 @@ class FakeModel:
             vars(block)["forward"] = partial(function, block.forward)
 
 
-def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Inputs) -> Arguments:
     """Arguments by position and by name. Raises FastacError for inputs that are neither a mapping nor a tuple."""
     if isinstance(inputs, Arguments):
         return inputs
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
+        return Arguments((), dict(inputs))
     if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
+        return Arguments(tuple(inputs), {})
     raise FastacError(
         f"plan(inputs=...): a mapping of argument names to values was expected, as in "
         f'{{"hidden_states": ..., "timestep": ...}}, or a tuple of arguments, got {type(inputs).__name__}'
@@ -101,7 +107,7 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     blocks = blocks_given(copied, blocks)
     detach_all(copied)  # what is enabled on the model is not simulated
     for module in copied.modules():
-        forget_state(module)  # by its state, no block would be like another
+        forget_state(module)  # states differ, so blocks with states would never be alike
     containers = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +12,9 @@ from fastac.errors import FastacError
 from fastac.planning import knapsack
 from fastac.planning.fake_model import FakeModel
 from fastac.planning.fake_weights import stored_bytes
-from fastac.planning.knapsack import Marks
 from fastac.planning.simulation import Split, simulate
 from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_name
-from fastac.policy import NAMED, Policy
+from fastac.policy import NAMED, AnyPolicy, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,
@@ -25,7 +24,13 @@ OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
 }
 """Optimizer -> bytes of state for each trained number of `size` bytes."""
 
-AnyPolicy = str | Policy | Mapping[str, str | Policy]
+FIXED = ("none", "full", "long_attn_only", "attn_only")
+"""The policies that every plan compares."""
+
+ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
+    f"{name}, offload": replace(NAMED[name], offload=True) for name in FIXED[1:]
+}
+"""The first rows of every plan: these policies, and the same with offload."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,13 @@ class Forecast:
             outputs.setdefault(block_name(region), []).extend(savable)
         return outputs
 
+    def exchanged(self) -> Counter[str]:
+        """Block name -> bytes of the outputs of its collectives."""
+        exchanged = Counter[str]()
+        for region, candidates in self.full.candidates.items():
+            exchanged[block_name(region)] += sum(out.bytes for out in candidates if out.name == EXCHANGED)
+        return exchanged
+
     def smallest(self, linear: bool = True) -> int | None:
         """The fewest bytes with which `within` saves something; None if there is nothing to save."""
         sizes: Counter[tuple[str, int, str]] = Counter()
@@ -179,7 +191,7 @@ class Forecast:
             policy=name or str(policy),
             saved_bytes=step.saved_bytes(policies),
             held_bytes=step.held(policies),
-            host_bytes=sum(host_copy.bytes for host_copy in step.host_copies(policies)),
+            host_bytes=step.host_bytes(policies),
             peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
             flops=flops,
@@ -196,9 +208,7 @@ class Forecast:
         in host memory.
         """
         outputs = {block: [out for out in savable if linear or out.keys] for block, savable in self.outputs().items()}
-        exchanged = Counter[str]()
-        for region, candidates in self.full.candidates.items():
-            exchanged[block_name(region)] += sum(out.bytes for out in candidates if out.name == EXCHANGED)
+        exchanged = self.exchanged()
         left = limit - exchanged.total()
         collectives, left = ("save", left) if left >= 0 else ("recompute", limit)
         chosen = {
@@ -212,7 +222,9 @@ class Forecast:
         return {block: replace(policy, offload=offload) for block, policy in best.items()}
 
 
-def policy_of(marks: Marks, outputs: Sequence[Candidate], collectives: str, communicates: bool) -> Policy:
+def policy_of(
+    marks: Collection[str | int], outputs: Sequence[Candidate], collectives: str, communicates: bool
+) -> Policy:
     """The policy that saves these outputs of a block. communicates: whether its attention runs collectives."""
     keys = [mark for mark in marks if isinstance(mark, int)]
     linear = tuple(dict.fromkeys(out.name for out in outputs if not out.keys and out.name in marks))

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastac.errors import readable_bytes
 from fastac.planning import knapsack
-from fastac.planning.forecast import Forecast, policy_of
+from fastac.planning.forecast import ROWS, Forecast, policy_of
 from fastac.planning.knapsack import EqualParts, Sums
-from fastac.planning.timeline import EXCHANGED, Candidate, Policies, Timeline, block_name
-from fastac.policy import NAMED, Policy
+from fastac.planning.timeline import Candidate, Policies, block_name
+from fastac.policy import Policy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,8 @@ LEVELS = 640
 TRIED = 16
 """So many numbers of blocks that leave are tried first, and then the numbers around the best of them."""
 
-NAMES = tuple(name for name in NAMED if name != "none")
+EVERYTHING = Policy("attn_only", linear=("*",))
+"""Saves all outputs that could be saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +95,7 @@ class _Places:
         self.blocks = list(dict.fromkeys([*map(block_name, self.step.begins), *forecast.fake_model.blocks]))
         outputs = forecast.outputs()
         self.outputs = {block: [out for out in outputs.get(block, ()) if linear or out.keys] for block in self.blocks}
-        self.exchanged = Counter[str]()
-        for region, candidates in self.step.candidates.items():
-            self.exchanged[block_name(region)] += sum(out.bytes for out in candidates if out.name == EXCHANGED)
+        self.exchanged = forecast.exchanged()
         self.levels = [self._levels(block) for block in self.blocks]
         self.points = POINTS // len(self.blocks)
         self.inputs, self.flops = self._copies()
@@ -120,8 +119,7 @@ class _Places:
 
     def everything_fits(self) -> bool:
         """Whether all outputs of blocks fit the device."""
-        everything = Policy("attn_only", linear=("*",))
-        return self.step.peak(self.forecast.policies(everything), self.gradient_shards) <= self.room.memory
+        return self.step.peak(self.forecast.policies(EVERYTHING), self.gradient_shards) <= self.room.memory
 
     def step_without_checkpointing(self) -> int:
         """The peak of a step without checkpointing."""
@@ -131,15 +129,14 @@ class _Places:
         """FLOPs that run again, and bytes on the host; None if the policies do not fit."""
         if self.step.peak(policies, self.gradient_shards) > self.room.memory:
             return None
-        host = _on_host(self.step, policies)
+        host = self.step.host_bytes(policies)
         if host > self.room.host or (host and self.step.bytes_per_flop(policies) > rate):
             return None
         return self.step.recomputed(policies), host
 
     def best(self, rate: float) -> dict[str, Policy] | None:
         """The best policies that are found, or a policy by name if that is better. rate: bytes per FLOP."""
-        choices = [self.forecast.policies(name) for name in NAMES]
-        choices += [{block: replace(policy, offload=True) for block, policy in choice.items()} for choice in choices]
+        choices = [self.forecast.policies(policy) for policy in ROWS.values() if policy.checkpoints]
         choices += self._found(rate)
         costs = [(cost, number) for number, choice in enumerate(choices) if (cost := self.cost(choice, rate))]
         return choices[min(costs)[1]] if costs else None
@@ -225,7 +222,7 @@ class _Places:
     def policy(self, place: int, level: int) -> Policy:
         """The policy with which a block saves a level."""
         outputs = self.outputs[self.blocks[place]]
-        return policy_of(set(self.levels[place][level].marks), outputs, "save", self.exchanged[self.blocks[place]] > 0)
+        return policy_of(self.levels[place][level].marks, outputs, "save", self.exchanged[self.blocks[place]] > 0)
 
 
 class _HostPart:
@@ -283,12 +280,8 @@ def _sums(levels: Sequence[Sequence[Level]], limit: int, points: int, before: Se
 def least(forecast: Forecast, room: Room, gradient_shards: int) -> dict[str, Policy]:
     """The policies that hold least on the device."""
     full, leaving = (forecast.policies(Policy("full", offload=offload)) for offload in (False, True))
-    choices = [full] + [leaving] * (_on_host(forecast.full, leaving) <= room.host)
+    choices = [full] + [leaving] * (forecast.full.host_bytes(leaving) <= room.host)
     return min(choices, key=lambda choice: forecast.full.peak(choice, gradient_shards))
-
-
-def _on_host(step: Timeline, policies: Policies) -> int:
-    return sum(copied.bytes for copied in step.host_copies(policies))
 
 
 def missing(forecast: Forecast, room: Room, *, gradient_shards: int | None = None) -> str:
@@ -297,7 +290,7 @@ def missing(forecast: Forecast, room: Room, *, gradient_shards: int | None = Non
     leaving = forecast.policies(Policy("full", offload=True))
     peak, peak_leaving = (forecast.full.peak(choice, shards) for choice in (least(forecast, room, shards), leaving))
     with_host = (
-        f" ({readable_bytes(peak_leaving)} with {readable_bytes(_on_host(forecast.full, leaving))} of host memory)"
+        f" ({readable_bytes(peak_leaving)} with {readable_bytes(forecast.full.host_bytes(leaving))} of host memory)"
     )
     # Gradients do not grow with the tokens, and nearly everything else that a step allocates does.
     gradients = forecast.gradients if shards == forecast.gpus else 0

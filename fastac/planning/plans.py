@@ -19,9 +19,9 @@ from fastac.models.blocks import check_module, unwrapped
 from fastac.planning import places
 from fastac.planning.fake_model import Inputs, arguments, fake_model
 from fastac.planning.fake_weights import BREAKS, gpus_of
-from fastac.planning.forecast import Forecast, PolicyPlan, States
+from fastac.planning.forecast import ROWS, Forecast, PolicyPlan, States
 from fastac.planning.places import Room
-from fastac.policy import NAMED, Policy, of_first
+from fastac.policy import Policy, of_first
 from fastac.verification.tables import new_table, render
 
 if TYPE_CHECKING:
@@ -34,14 +34,6 @@ NOT_MODELLED = (
     "kernels (attention backward, matrix products), temporaries of the optimizer, the CUDA context, other models",
     "a trainer's fused norms or rotary kernels hold less than the operators that are simulated",
 )
-
-FIXED = ("none", "full", "long_attn_only", "attn_only")
-"""The policies that every plan compares."""
-
-ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
-    f"{name}, offload": dataclasses.replace(NAMED[name], offload=True) for name in FIXED[1:]
-}
-"""The first rows of every plan: these policies, and the same with offload."""
 
 TFLOPS = 400.0
 """TFLOP/s of a usual device: an H100 in bf16."""
@@ -157,6 +149,9 @@ class Plan:
             raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {self._missing(room)}")
         return chosen
 
+    def _room(self, memory: int) -> Room:
+        return room_of(self.forecast, memory, self.host, self.gbps, self.tflops)
+
     def _missing(self, room: Room) -> str:
         states = readable_bytes(self.states.total)
         return f"Besides {states} of weights and optimizer, {places.missing(self.forecast, room)}"
@@ -189,7 +184,7 @@ class Plan:
         """The policy of fewest FLOPs that fits `memory` and `host`. If none other fits, its copies are not hidden."""
         if self.memory is None:
             return None
-        room = room_of(self.forecast, self.memory, self.host, self.gbps, self.tflops)
+        room = self._room(self.memory)
         fitting = [row for row in self.policies if row.peak_bytes <= self.memory and row.host_bytes <= room.host]
         # Copies that the device waits for are worse than any recompute.
         return min(fitting, key=lambda row: (row.bytes_per_flop > room.bytes_per_flop, row.flops), default=None)
@@ -219,8 +214,7 @@ class Plan:
                 f"10 % less than the device has"
             )
             if best is None:
-                room = room_of(self.forecast, self.memory, self.host, self.gbps, self.tflops)
-                lines.append(f"no policy fits. {self._missing(room)}")
+                lines.append(f"no policy fits. {self._missing(self._room(self.memory))}")
         if best is not None:
             lines.append(
                 f"best that fits: {best.policy}, with {best.relative:.3f} of the FLOPs of full, "
@@ -310,10 +304,7 @@ def plan(
     """
     check_module(model, "plan")
     _refuse_sharded(model)
-    args, kwargs = arguments(inputs)
-    named = [*(("", value) for value in args), *kwargs.items()]
-    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
+    shapes = str(arguments(inputs))
     advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
     with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
         forecast = Forecast(

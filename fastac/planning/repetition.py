@@ -293,7 +293,8 @@ def _zones(step: Timeline, series: Series) -> list[_Zone]:
     forward = _Zone(names, of_forward[1], of_forward[2], of_forward[last], 1)
     backward = _Zone(names, of_backward[last - 1], of_backward[1], of_backward[0], -1)
     zones = [forward, backward]
-    of_second = [event for zone in zones for event in zone.of_second(step.events, "events")]
+    in_forward, in_backward = (zone.of_second(step.events, "events") for zone in zones)
+    of_second = [*in_forward, *in_backward]
     between = step.events[forward.end.events : backward.start.events]
     after = step.events[backward.end.events :]
     outside = [*step.storages[: forward.start.storages], *step.storages[forward.end.storages :]]
@@ -304,7 +305,7 @@ def _zones(step: Timeline, series: Series) -> list[_Zone]:
                 raise NotAlikeError
             storage.inputs_of[index:index] = names[2:-2]
     # What the forward of a block allocates and its backward does not release, such as weights that autocast has cast.
-    longer = {id(event): event for event in forward.of_second(step.events, "events") if event.bytes > 0}
+    longer = {id(event): event for event in in_forward if event.bytes > 0}
     for zone in zones:
         for event in step.events[zone.start.events : zone.end.events]:
             longer.pop(id(event.ends), None)

@@ -130,10 +130,9 @@ class Timeline:
         """The candidates that policies save."""
 
         saved: dict[Place, Candidate] = {}
-        for region in filter(
-            self.candidates.get, self.candidates
-        ):  # a UNet runs parts of its blocks: these save nothing
-            saved |= self.saved_by(region, policies[block_name(region)])
+        for region, candidates in self.candidates.items():
+            if candidates:  # a UNet runs parts of its blocks: the blocks have none, and no policy
+                saved |= self.saved_by(region, policies[block_name(region)])
         return saved
 
     def saved_by(self, region: str, policy: Policy) -> dict[Place, Candidate]:
@@ -177,9 +176,8 @@ class Timeline:
         """Copies to host memory and back, one entry for each region that offloads, as `fastac.engine.offload` does it.
 
         When a region begins, the region `keep` places before it starts to copy to the host. A copy is assumed to end
-        when the next region begins, or the forward ends. A region returns while the region after it that offloads is
-        recomputed. A storage leaves with the last region that holds it. It stays if one of these regions does not
-        offload it.
+        when the next region begins, or the forward ends. A region returns while the region after it is recomputed. A
+        storage leaves with the last region that holds it. It stays if one of these regions does not offload it.
         """
         policy = {region: policies[block_name(region)] for region in self.begins}
         regions = [region for region in self.begins if policy[region].checkpoints]
@@ -208,6 +206,10 @@ class Timeline:
                 returns = min(recomputes, key=lambda moment: moment.event)
                 copies.append(HostCopy(region, size, forwards[leaves], forwards[leaves + 1], returns, recomputes[0]))
         return copies
+
+    def host_bytes(self, policies: Policies) -> int:
+        """Bytes that wait on the host between forward and backward."""
+        return sum(host_copy.bytes for host_copy in self.host_copies(policies))
 
     def bytes_per_flop(self, policies: Policies) -> float:
         """The most bytes that are copied in one direction per FLOP that runs meanwhile."""

@@ -19,8 +19,8 @@ from fastac.models.videos import Video
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_values import Following
 from fastac.planning.fake_weights import BREAKS
-from fastac.planning.forecast import Forecast
-from fastac.planning.plans import GBPS, HOST, ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
+from fastac.planning.forecast import ROWS, Forecast
+from fastac.planning.plans import GBPS, HOST, TFLOPS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 
 logger = logging.getLogger("fastac")

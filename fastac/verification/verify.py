@@ -128,7 +128,7 @@ def _yes(is_true: bool) -> str:
 def verify(
     model: torch.nn.Module,
     *args: Any,
-    policy: hook.AnyPolicy | None = None,
+    policy: hook.GivenPolicy | None = None,
     blocks: Any = None,
     reference: str = "none",
     per_block: bool = False,

@@ -18,7 +18,8 @@ from fastac import cli
 from fastac.cli.plan import add_arguments, lines_of
 from fastac.models import published as configurations
 from fastac.planning import Plan
-from fastac.planning.plans import ROWS, make_plan
+from fastac.planning.forecast import ROWS
+from fastac.planning.plans import make_plan
 from fastac.planning.video import Training, plan_video
 from fastac.policy import Policy
 from tests.support import cells_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import logging
@@ -24,13 +25,12 @@ from fastac.engine.device_memory import DeviceMemory
 from fastac.hook import enabled_on
 from fastac.planning import auto
 from fastac.planning.auto import RESERVE
-from fastac.planning.forecast import Forecast
+from fastac.planning.forecast import ROWS, Forecast
 from fastac.planning.places import Room, choose
-from fastac.planning.plans import ROWS
 from fastac.policy import Policy
 from tests import support
 from tests.engine.simulated import simulated
-from tests.live_bytes import LiveBytes
+from tests.live_bytes import LiveBytes, peak_of
 from tests.marks import soak
 from tests.planning import planned
 from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, tiny
@@ -75,13 +75,6 @@ def run(model: Any, inputs: Mapping[str, Any]) -> None:
         parameter.grad = None
 
 
-def peak_of(model: Any, inputs: Mapping[str, Any]) -> int:
-    """Bytes of the step, without weights."""
-    with LiveBytes(planned.clear(model, inputs)) as meter:
-        planned.step(model, inputs)
-    return meter.peak
-
-
 def policies_of(model: Any) -> dict[str, Policy]:
     enabled = enabled_on(model)
     assert enabled is not None
@@ -111,7 +104,7 @@ def test_it_fits_and_is_no_worse_than_a_policy_by_name(name: str, sizes: int, mo
         assert policies is not None
         mine = planned.under(model, policies)
         with simulated(late=False) as device:
-            assert peak_of(mine, inputs) <= memory
+            assert peak_of(functools.partial(planned.step, mine, inputs), planned.clear(mine, inputs)) <= memory
             assert device.allocated <= host
         fitting = [
             flops_of(forecast, policies)

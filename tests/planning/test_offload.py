@@ -11,8 +11,7 @@ from fastac.engine import offload
 from fastac.models import published as configurations
 from fastac.models.published import with_layers
 from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import Forecast
-from fastac.planning.plans import ROWS
+from fastac.planning.forecast import ROWS, Forecast
 from fastac.planning.timeline import Candidate, Event, HeldStorage, Moment, Timeline
 from fastac.planning.video import without_weights
 from fastac.policy import Policy

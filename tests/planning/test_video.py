@@ -20,8 +20,7 @@ from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import Forecast
-from fastac.planning.plans import ROWS
+from fastac.planning.forecast import ROWS, Forecast
 from fastac.planning.simulation import Split
 from fastac.planning.timeline import Event
 from fastac.planning.video import Training, most_steps, plan_video, without_weights
