@@ -65,6 +65,8 @@ class Process:
         self.opaque_calls: dict[int, Any] = {}
         # The largest size of a rank that the host was seen to have memory for.
         self.host_bytes = 0
+        # Models that compared their memory with other ranks under policy "auto". What ranks wrote stays in their store.
+        self.compared = 0
         # Resets of dynamo that were seen. After one, it gives the same ids again.
         self.dynamo_resets = 0
         self.reset()
@@ -92,8 +94,6 @@ class Process:
         self.traced: dict[str, Any] = {}
         # Compiled graphs that were called in regions, with the policies of these.
         self.graphs: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()
-        # How often ranks compared something under policy "auto", by what it was.
-        self.comparisons: collections.Counter[str] = collections.Counter()
         # Out-of-memory errors that were seen in forwards of enabled models and in backwards.
         self.out_of_memory = 0
         # The smallest memory budget of AOT's partitioner while regions were traced or first ran.

@@ -234,6 +234,8 @@ class Planner:
         self._forwards = 0
         # Another rank did not come: this one compares no more.
         self._is_alone = False
+        # The number of this model among those that compared. It is the same on all ranks, as all make a first forward.
+        self._number = 0
         self._measurement: _MeasuredStep | None = None
         # A trained weight: its module, its name, and its version when it was first seen. An optimizer changes it.
         self._weight: tuple[torch.nn.Module, str, int] | None = None
@@ -383,6 +385,8 @@ class Planner:
             rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
             own = [limit, limit - self._others(forward, self._sizes, memory), host, rate]
         if self._forwards == 1:  # the others come in no other forward
+            process.compared += 1
+            self._number = process.compared
             own = self._compare("memory", forward, own)
         *sizes, rate = own
         if math.inf in sizes:
@@ -416,9 +420,8 @@ class Planner:
         """The least of each value on all ranks; this rank's own if not all of them come."""
         if self._is_alone:
             return values
-        process.comparisons[what] += 1
         try:
-            return least(f"{class_name(forward.model)} {what} {process.comparisons[what]}", values, WAIT)
+            return least(f"{class_name(forward.model)} {self._number} {what}", values, WAIT)
         except (RuntimeError, ValueError) as error:
             self._is_alone = True
             problem = str(error).partition("\n")[0]

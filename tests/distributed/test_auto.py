@@ -83,6 +83,9 @@ def test_a_rank_that_does_not_come() -> None:
     first, second = ranks.run(_choices, "alone", (4, 2), 1.0)
     assert first[:2] == second
     assert len(first) == 4
+    # The next model does not meet what the first one left in the store.
+    much, little = ranks.run(_choices, "ulysses", (4, 4))
+    assert much == little
 
 
 def _planned_and_saved() -> tuple[int, int]:
