@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 import fastac
@@ -313,7 +316,47 @@ def test_two_threads_that_recompute_one_region_at_once() -> None:
     torch.testing.assert_close(found, expected)  # threads add up in another order
 
 
-# What a reader has to know of it
+# What a steady forward costs: the device runs what it runs under torch's checkpoint, and a reader looks at few files
+
+
+class Calls(TorchDispatchMode):
+    """The ops that are called, each with what a kernel is chosen by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((func, tree_map_only(torch.Tensor, self.layout, (args, kwargs))))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad
+
+
+def forward_on_the_device(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], list[Any], list[int]]:
+    """A forward after some steps: ops by a mode, ops by a profile without a mode, and bytes that were allocated."""
+    for _ in range(3):
+        train_step(model, inputs)
+    gc.collect()  # not in the middle of it
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as seen:
+        output = model(**inputs)
+    output.sum().backward()
+    with Calls() as calls:
+        model(**inputs)
+    ran = [event for event in seen.events() if event.name.startswith("aten::") and event.name != "aten::detach"]
+    assert ran
+    allocated = [event.cpu_memory_usage for event in ran if event.name.startswith("aten::empty")]
+    return calls.found, [(event.name, event.input_shapes) for event in ran], allocated
+
+
+@pytest.mark.parametrize("policy", ["full", "attn_only", fastac.Policy("attn_only", linear=("ffn.0",))], ids=str)
+def test_a_steady_forward_runs_what_it_runs_under_torchs_checkpoint(policy: Any) -> None:
+    """The same ops, with the same layouts, which take the same memory: a view, by detach, takes none."""
+    inputs = stack_inputs()
+    expected = forward_on_the_device(stack(policy="torch"), inputs)
+    assert forward_on_the_device(stack(policy=policy), inputs) == expected
 
 
 def files_entered(function: Callable[[], Any]) -> set[str]:
