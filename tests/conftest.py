@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     gc.set_threshold(10_000, 20, 20)  # traces make many objects and few cycles
 
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, files without such a test are not imported: a machine with a GPU may lack what they need."""
+    is_other = config.option.markexpr == "gpu" and collection_path.is_file() and GPU not in collection_path.read_text()
+    return True if is_other else None  # None: whoever else may say
+
+
+GPU = "mark.gpu"
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests, also those that `-m` leaves out."""

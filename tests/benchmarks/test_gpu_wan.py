@@ -143,6 +143,7 @@ def run(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 def test_all_of_it_in_miniature(
     gpu_wan: Any, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("peft")  # for LoRA
     some = {"short": ("torch full", "none"), "compiled": ("torch full", "attn_only", "attn_only, offload")}
     cases = [dataclasses.replace(case, rounds=min(case.rounds, 1)) for case in gpu_wan.CASES]
     some["long"] = tuple(way for way in gpu_wan.CASES[0].ways if way != "auto 18 GiB")  # on a CPU as with offload
@@ -206,6 +207,7 @@ def times(row: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 def test_without_time(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first way is measured, since nothing is known of its time, and then there is no time for others."""
+    pytest.importorskip("peft")  # for LoRA
     monkeypatch.setattr(gpu_wan.time, "monotonic", lambda: 0.0)
     case = gpu_wan.in_miniature(gpu_wan.CASES[3])
     found = case.facts()

@@ -45,8 +45,10 @@ def _steps(engine: str, device: str) -> dict[str, steps.Measured]:
 @pytest.mark.parametrize("engine", ["fsdp2", "ulysses"])
 def test_wan(engine: str, device: str) -> None:
     world, backend = (2, "gloo") if device == "cpu" else (min(2, torch.cuda.device_count()), "nccl")
-    if engine == "ulysses" and world == 1:
-        pytest.skip("not run on GPUs: Ulysses needs two")
+    if engine == "ulysses":
+        pytest.importorskip("transformers")  # whose import gives loggers a method that diffusers 0.42 calls
+        if world == 1:
+            pytest.skip("not run on GPUs: Ulysses needs two")
     for found in ranks.results(ranks.outcomes(_steps, engine, device, world=world, backend=backend)):
         none, full, saved = (found[policy] for policy in POLICIES)
         assert none.attention[0] > 0

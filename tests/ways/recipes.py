@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import peft
 import torch
 from diffusers.training_utils import cast_training_params
 
@@ -47,6 +46,8 @@ def adapt(
 
     dtype: of the adapters. peft makes them in the model's, and scripts cast them.
     """
+    import peft  # here, as few who import this module need it
+
     model.requires_grad_(False)
     targets = targets if isinstance(targets, str) else list(targets)
     model.add_adapter(peft.LoraConfig(r=4, lora_dropout=dropout, target_modules=targets), adapter_name=name)
