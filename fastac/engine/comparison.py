@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -41,10 +42,19 @@ Saved = tuple[int, torch.Tensor]
 """A tensor that autograd saves in a region, and its position among all of them."""
 
 
-class Settling:
-    """Delays tensors that their op may write after it saved them: rrelu saves its noise before it draws it."""
+Pair = tuple["Fingerprint", "Fingerprint"]
+"""Of one tensor: when it was saved, and when the forward had ended."""
 
-    def __init__(self) -> None:
+
+class Settling:
+    """Delays tensors that their op may write after it saved them: rrelu saves its noise before it draws it.
+
+    Args:
+        tells_early: whether `end` tells how those look that remain, when they were saved and then.
+    """
+
+    def __init__(self, tells_early: bool = False) -> None:
+        self.tells_early = tells_early
         self.waiting: list[tuple[Saved, Fingerprint | None]] = []
 
     def add(self, position: int, tensor: torch.Tensor) -> list[Saved]:
@@ -53,16 +63,16 @@ class Settling:
         settled = [saved for saved, _ in self.waiting[:count]]
         del self.waiting[:count]
         if _is_new(tensor):
-            self.waiting.append(((position, tensor), fingerprint(tensor)))
+            self.waiting.append(((position, tensor), fingerprint(tensor) if self.tells_early else None))
         else:
             settled.append((position, tensor))
         return settled
 
-    def end(self) -> tuple[list[Saved], bool]:
-        """All ops have run. Returns the remaining tensors, and whether one of them was written after it was saved."""
+    def end(self) -> tuple[list[Saved], list[Pair]]:
+        """All ops have run. Returns the remaining tensors, and the fingerprints of each at both times."""
         remaining, self.waiting = self.waiting, []
-        written = any(_differ(when_saved, fingerprint(tensor)) for (_, tensor), when_saved in remaining)
-        return [saved for saved, _ in remaining], written
+        pairs = [(before, now) for (_, t), before in remaining if before and (now := fingerprint(t))]
+        return [saved for saved, _ in remaining], pairs
 
 
 def _is_new(tensor: torch.Tensor) -> bool:
@@ -75,16 +85,21 @@ def _is_new(tensor: torch.Tensor) -> bool:
 class Difference(NamedTuple):
     """A tensor that may differ between forward and recompute."""
 
-    # The block, in words.
-    block: str
     forward: Fingerprint
     recomputed: Fingerprint
     # The noise that is allowed between the two.
     allowed: float
-    # The tensor's op and module, in words.
-    where: str
-    # What may explain the difference, as a line with its line break.
-    causes: str
+    # Makes the error. Its argument: the relative difference, in words.
+    error: Callable[[str], RecomputeError]
+
+
+def note_early(block_state: BlockState, pairs: Iterable[Pair]) -> list[Pair]:
+    """Note whether a block writes what it saved last. Returns the pairs that say so and are still to be read."""
+    pairs = list(pairs)
+    unread = [pair for pair in pairs if pair[0].is_read_later]
+    early = any(relative_difference(*pair) > 0 for pair in pairs if not pair[0].is_read_later)
+    block_state.saves_early = bool(block_state.saves_early) or early or (None if unread else False)
+    return unread
 
 
 @dataclasses.dataclass
@@ -102,10 +117,14 @@ class Comparison:
     """Code of the frame that calls the function."""
     likely_causes: Callable[[], str]
     """Says what may explain a difference, as a line with its line break."""
+    early: Sequence[Pair] = ()
+    """What `note_early` left to be read."""
 
     def __post_init__(self) -> None:
         # Added to block_state.rewritten only if nothing differs: a rewrite that differs is an error, not a habit.
         self._rewritten: set[str] = set()
+        # What may explain differences: looked for once.
+        self._causes: str | None = None
         self._position = -1
         self._settling = Settling()
         # The noise of the coarsest dtype so far. Everything that is computed after it has that noise.
@@ -133,24 +152,35 @@ class Comparison:
             names = {value: name for module in self.modules for name, value in _state_of(module)}
             if not (isinstance(written, torch.nn.Parameter) or written in names) or self._is_written(written):
                 return
-            if written not in names and self._is_rewritten(tensor):
-                return
             name = names.get(written, f"a parameter {tuple(written.shape)}")
             what = f"uses other values of {name} than the forward did: it was written between forward and backward "
             what += "(optimizer.step, an EMA swap, load_state_dict), or another adapter is active"
-        self._error = self._error or RecomputeError(
+            if written not in names and self._is_rewritten(tensor, what):
+                return
+        self._error = self._error or self._error_of(what)
+
+    def _error_of(self, what: str, _: str = "") -> RecomputeError:
+        return RecomputeError(
             f"{describe(self.function)}: recompute {what}.\n{self.likely_causes()}Gradients would be wrong. Keep "
             f"what a block reads besides its arguments unchanged until backward is done (an adapter, a cache, random "
             f'numbers); determinism_check="none" switches off only this check.'
         )
 
-    def _is_rewritten(self, weight: torch.Tensor) -> bool:
-        """Whether a weight was written with the values that it had, here or in a step that compared values."""
+    def _is_rewritten(self, weight: torch.Tensor, what: str) -> bool:
+        """Whether a weight was written with the values that it had, here or in a step that compared values.
+
+        what: says that it was not. On an accelerator that shows later.
+        """
         if not self.fingerprints:
             return "weights" in self.block_state.rewritten
         forward = self.fingerprints[self._position + 1]
         recomputed = fingerprint(weight)
-        if forward is None or recomputed is None or _differ(forward, recomputed):
+        if forward is None or recomputed is None:
+            return False
+        if forward.is_read_later:
+            error = self._error_of(what)
+            self._differences.append(Difference(forward, recomputed, 0.0, lambda seen: error))
+        elif relative_difference(forward, recomputed) > 0:
             return False
         self._rewritten.add("weights")
         return True
@@ -182,9 +212,9 @@ class Comparison:
                 where = place(module_of(self.function), tensor, self.ends)
                 if where is not None:
                     # On an accelerator most of these turn out equal. The explanation is looked for once.
-                    causes = self._differences[0].causes if self._differences else self.likely_causes()
-                    block = describe(self.function)
-                    self._differences.append(Difference(block, forward, recomputed, allowed, where, causes))
+                    self._causes = self.likely_causes() if self._causes is None else self._causes
+                    error = functools.partial(_error_of_values, describe(self.function), where, self._causes)
+                    self._differences.append(Difference(forward, recomputed, allowed, error))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether the block has written a weight in this recompute."""
@@ -197,43 +227,82 @@ class Comparison:
         self._compare(self._settling.end()[0])
         if self._error is not None:
             raise self._error
-        _check(difference for difference in self._differences if not difference.forward.is_read_later)
-        self.block_state.rewritten |= self._rewritten
-        if self._differences:
-            _check_at_end_of_backward(self._differences)
+        _raise_first(difference for difference in self._differences if not difference.forward.is_read_later)
+        differences = [difference for difference in self._differences if difference.forward.is_read_later]
+        unread = Unread(self.block_state, differences, self.early, self._rewritten)
+        if differences or self.early:
+            _check_at_end_of_backward(unread)
+        else:
+            unread.accept()
 
 
-class _Unread:
-    """Differences found in one backward whose numbers are on an accelerator.
+class Unread(NamedTuple):
+    """What one recompute found, as far as its numbers are on an accelerator."""
+
+    block_state: BlockState
+    differences: Sequence[Difference]
+    early: Sequence[Pair]
+    # What was written with the same values, if nothing differs.
+    rewritten: set[str]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """All numbers that are to be read."""
+        return [*((difference.forward, difference.recomputed) for difference in self.differences), *self.early]
+
+    def read(self, pairs: Sequence[Pair]) -> Unread:
+        """The same, with `pairs` on the host."""
+        count = len(self.differences)
+        differences = [
+            difference._replace(forward=forward, recomputed=recomputed)
+            for difference, (forward, recomputed) in zip(self.differences, pairs[:count], strict=True)
+        ]
+        return self._replace(differences=differences, early=pairs[count:])
+
+    def accept(self) -> None:
+        """Nothing differs: the block's step may end. Until then its values are compared in each region."""
+        self.block_state.rewritten |= self.rewritten
+        self.block_state.recomputed = True
+
+
+class _UnreadOfBackward:
+    """What the recomputes of one backward found whose numbers are on an accelerator.
 
     Only the callback of that backward holds it. If the backward raises, it is dropped: a later backward would otherwise
     report differences that are not its own.
     """
 
-    def __init__(self, differences: list[Difference]) -> None:
-        self.differences = differences
+    def __init__(self, backward: int) -> None:
+        self.backward = backward
+        self.regions: list[Unread] = []
 
     def check(self) -> None:
         """Read all numbers, and raise RecomputeError if some differ."""
-        pairs = [(difference.forward, difference.recomputed) for difference in self.differences]
-        read = iter(_read([fingerprint for pair in pairs for fingerprint in pair]))
-        _check(difference._replace(forward=next(read), recomputed=next(read)) for difference in self.differences)
+        # A region that is recomputed from here on, by the callback of somebody else, has to be read on its own.
+        process.unread_comparisons.pop(self.backward, None)
+        read = iter(_read([fingerprint for region in self.regions for pair in region.pairs for fingerprint in pair]))
+        regions = [region.read([(next(read), next(read)) for _ in region.pairs]) for region in self.regions]
+        for region in regions:
+            note_early(region.block_state, region.early)
+        for region in regions:
+            _raise_first(region.differences)
+        for region in regions:
+            region.accept()
 
 
-def _check_at_end_of_backward(differences: list[Difference]) -> None:
+def _check_at_end_of_backward(region: Unread) -> None:
     # -1: somebody reads a saved tensor outside a backward, or compiled autograd runs, which drops callbacks. Nothing
     # would read the numbers later, so they are read now.
     backward = -1 if torch_private.in_compiled_autograd() else torch_private.running_backward()
-    unread = process.unread_comparisons.get(backward)
-    if unread is not None:
-        unread.differences += differences
-        return
-    unread = _Unread(differences)
+    unread = process.unread_comparisons.get(backward) or _UnreadOfBackward(backward)
+    unread.regions.append(region)
     if backward == -1:
         unread.check()
-    else:
+    elif len(unread.regions) == 1:
         process.unread_comparisons[backward] = unread
-        torch_private.at_end_of_backward(unread.check)
+        # An error skips the callbacks that come later, and DDP's forwards fail if its own is skipped. So this callback
+        # only queues the check, which makes it the last.
+        torch_private.at_end_of_backward(functools.partial(torch_private.at_end_of_backward, unread.check))
 
 
 _FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}
@@ -251,20 +320,26 @@ def _read(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
     return [Fingerprint(each.dtype, [next(values) for _ in each.sums], next(values)) for each in fingerprints]
 
 
-def _check(differences: Iterable[Difference]) -> None:
-    for block, forward, recomputed, allowed, where, causes in differences:
+def _raise_first(differences: Iterable[Difference]) -> None:
+    """Raise the error of the first tensor that differs by more than noise."""
+    for forward, recomputed, allowed, error in differences:
         apart = relative_difference(forward, recomputed)
         if apart > allowed:
-            seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
-            raise RecomputeError(
-                f"{block}: recompute does not compute what the forward did. The first difference is {where} "
-                f"({seen}).\n{causes}Something besides its arguments changed before backward: an adapter or its scale, "
-                f"weights, a cache, a context variable, random numbers of another generator than the default one, or a "
-                f"state that the block changes itself. Gradients would be wrong, and may have been before: values are "
-                f"compared in steps 0, 1, 2, 4, 8, ...\n"
-                f"Keep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
-                f'determinism_check="none" switches off only this check.'
+            raise error(
+                f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
             )
+
+
+def _error_of_values(block: str, where: str, causes: str, seen: str) -> RecomputeError:
+    return RecomputeError(
+        f"{block}: recompute does not compute what the forward did. The first difference is {where} "
+        f"({seen}).\n{causes}Something besides its arguments changed before backward: an adapter or its scale, "
+        f"weights, a cache, a context variable, random numbers of another generator than the default one, or a "
+        f"state that the block changes itself. Gradients would be wrong, and may have been before: values are "
+        f"compared in steps 0, 1, 2, 4, 8, ...\n"
+        f"Keep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
+        f'determinism_check="none" switches off only this check.'
+    )
 
 
 def _weights(function: Any, modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
@@ -381,11 +456,6 @@ def tolerance(dtype: torch.dtype) -> float:
     """
     wide = _WIDE[dtype]
     return 0.0 if wide is torch.int64 else 8 * torch.finfo(dtype).eps + 1024 * torch.finfo(wide).eps
-
-
-def _differ(first: Fingerprint | None, second: Fingerprint | None) -> bool:
-    """Whether two fingerprints are unequal; False if one is missing."""
-    return first is not None and second is not None and relative_difference(first, second) > 0
 
 
 def relative_difference(forward: Fingerprint, recomputed: Fingerprint) -> float:

@@ -27,9 +27,11 @@ from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import (
     Comparison,
     Fingerprint,
+    Pair,
     Saved,
     Settling,
     fingerprint,
+    note_early,
 )
 from fastac.engine.generators import (
     Draws,
@@ -110,7 +112,9 @@ class Region:
         self.slots: list[weakref.ref[Slot]] = []
         # Of the tensors that the forward saved, if values are compared.
         self.fingerprints: list[Fingerprint | None] = []
-        self.settling = Settling() if self.compares_values else None
+        self.settling = Settling(tells_early=True) if self.compares_values else None
+        # Numbers on an accelerator that tell, once they are read, whether the function writes what it saved last.
+        self.early: list[Pair] = []
         # By backward: the tensors that it has not unpacked yet.
         self.recomputed: dict[Any, Recomputed] = {}
         # What follows is the state in which the forward begins, and recompute again.
@@ -163,9 +167,9 @@ class Region:
             state.draws = self.drawn != python_states()
             self.drawn = self.drawn if state.draws else b""
         if self.settling is not None:
-            settled, written = self.settling.end()
+            settled, pairs = self.settling.end()
             self._take_fingerprints(settled)
-            state.saves_early |= written
+            self.early = note_early(state, pairs)
             self.settling = None
         if self.buffers is not None:
             self.buffers = self.buffers.keep_written(describe(self.function))
@@ -273,11 +277,11 @@ class Region:
                 except _MISTAKES as error:
                     self._name_cause(error, (*args, *kwargs.values()))
                     raise
-            self.block_state.recomputed = True
-            # Otherwise a gradient was taken in the middle of the forward, and this recompute ran further than the
-            # forward had come.
             if self.complete or not recompute.surplus:
                 recompute.check()
+            else:
+                # A gradient was taken in the middle of the forward. This recompute ran further than that had come.
+                self.block_state.recomputed = True
         finally:
             set_states(before)
             if of_python:
@@ -352,7 +356,7 @@ class _Recompute:
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         # With the tensor of this slot, recompute ends.
-        self.last = region.slots[-1] if region.early_stop and not region.block_state.saves_early else None
+        self.last = region.slots[-1] if region.early_stop and region.block_state.saves_early is False else None
         # Number of tensors that the forward did not save.
         self.surplus = 0
         self.compares_metadata, self.has_fingerprints = region.compares_metadata, region.has_fingerprints
@@ -364,7 +368,7 @@ class _Recompute:
             return "" if region is None else region.likely_causes()
 
         self.comparison = Comparison(
-            self.function, region.modules, region.block_state, fingerprints, ends, likely_causes
+            self.function, region.modules, region.block_state, fingerprints, ends, likely_causes, region.early
         )
 
     @torch_private.as_checkpoint_hook

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError
 from fastac.cli.measuring import allocated_bytes
-from fastac.engine import comparison, region
+from fastac.engine import comparison, region, torch_private
+from fastac.engine.blocks import state_of
 from fastac.engine.comparison import fingerprint, relative_difference
 from fastac.engine.process import process
 
@@ -156,11 +158,11 @@ def test_a_backward_reads_once_at_its_end_and_raises() -> None:
     assert layers[0].linear.weight.grad is not None, "the backward ran to its end"
     change(layers, 1.0)
     reads = []
-    for _ in range(8):  # of which 1, 2, 4 and 8 compare values
+    for _ in range(9):  # step 0 once more; of the others, 1, 2, 4 and 8 compare values
         OnDevice.reads = 0
         forward(layers).sum().backward()
         reads.append(OnDevice.reads)
-    assert reads == [1, 1, 0, 1, 0, 0, 0, 1]
+    assert reads == [1, 1, 1, 0, 1, 0, 0, 0, 1]
 
 
 def _raises(layers: list[Scaled]) -> None:
@@ -261,6 +263,139 @@ def test_compiled_autograd() -> None:
     with torch._dynamo.compiled_autograd._enable(lambda graph: graph), differs():
         output.sum().backward()
     assert OnDevice.reads == 1, "the first one raises"
+
+
+@accelerator
+@pytest.mark.parametrize("check", ["default", "none"])
+def test_tensors_that_may_be_written_after_they_are_saved(check: str) -> None:
+    """The forward does not wait for the numbers that tell it. rrelu writes its noise, LayerNorm nothing."""
+
+    def last(hidden: torch.Tensor, writes: bool) -> torch.Tensor:
+        return F.rrelu(F.layer_norm(hidden.sin(), (4,)), training=True) if writes else F.layer_norm(hidden.sin(), (4,))
+
+    for writes in (True, False):
+        for step in range(5):  # of which 0, 1, 2 and 4 compare values
+            found = []
+            for checkpointed in (False, True):
+                torch.manual_seed(step)
+                hidden = torch.randn(5, 4, requires_grad=True)
+                OnDevice.reads = 0
+                options = {"policy": "full", "determinism_check": check}
+                output = fastac.checkpoint(last, hidden, writes, **options) if checkpointed else last(hidden, writes)
+                assert OnDevice.reads == 0, "in the forward"
+                output.square().sum().backward()
+                found.append(hidden.grad)
+            assert torch.equal(*found)
+            assert OnDevice.reads == (step != 3)
+        assert process.functions[last.__code__].saves_early is writes
+        process.reset()
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_weights_that_are_streamed(is_on_device: bool, request: pytest.FixtureRequest) -> None:
+    """Somebody copies the weights of many blocks through one parameter: the same values are right, also later."""
+    if is_on_device:
+        request.getfixturevalue("_accelerator")
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+
+    def step(gain: float) -> None:
+        hidden = torch.ones(5, 4, requires_grad=True)
+        output = fastac.checkpoint(lambda hidden: F.linear(hidden, weight).sin(), hidden, policy="full")
+        with torch.no_grad():
+            weight.mul_(gain)
+        OnDevice.reads = 0
+        output.sum().backward()
+        assert OnDevice.reads == is_on_device
+
+    for gain in (1.0, 1.01, 1.0):
+        if gain == 1:
+            step(gain)
+        else:
+            with pytest.raises(FastacError, match=r"uses other values of a parameter \(4, 4\)"):
+                step(gain)
+
+
+class Rotary(torch.nn.Module):
+    """It reads a tensor that is given by keyword."""
+
+    def forward(self, hidden: torch.Tensor, *, angle: torch.Tensor) -> torch.Tensor:
+        return (hidden * angle).sin()
+
+
+@accelerator
+@pytest.mark.parametrize("fail", ["values", "a hook"])
+def test_a_write_that_changed_values_is_no_habit(fail: str) -> None:
+    """Not even if their error was caught, or never came, as the backward raised for another reason."""
+    layer = Rotary()
+
+    def step(*, write: bool, hook: Any = None) -> None:
+        hidden, angle = torch.ones(5, 4, requires_grad=True), torch.ones(4)
+        output = fastac.checkpoint(layer, hidden, policy="full", angle=angle)
+        if write:
+            angle.mul_(3)
+        if hook is not None:
+            hidden.register_hook(hook)
+        output.sum().backward()
+
+    def raise_error(_: torch.Tensor) -> None:
+        raise RuntimeError("by the hook")
+
+    with pytest.raises(RuntimeError, match="compute what the forward did" if fail == "values" else "by the hook"):
+        step(write=True, hook=raise_error if fail == "a hook" else None)
+    for _ in range(3):
+        step(write=False)
+    with pytest.raises(FastacError, match="given by keyword"):
+        step(write=True)  # in step 3, which compares no values
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_step_that_raised_is_compared_again(count: int, is_on_device: bool, request: pytest.FixtureRequest) -> None:
+    """Step 4 is tried again, and again."""
+    if is_on_device:
+        request.getfixturevalue("_accelerator")
+    layers = blocks(count)
+    for _ in range(4):
+        forward(layers).sum().backward()
+    for _ in range(3):
+        output = forward(layers)
+        change(layers)
+        with differs():
+            output.sum().backward()
+        change(layers, 1.0)
+    forward(layers).sum().backward()
+    assert [state_of(layer).step for layer in layers] == [4] * count
+    forward(layers)
+    assert [state_of(layer).step for layer in layers] == [5] * count
+
+
+@accelerator
+def test_callbacks_of_others_run_before_the_error() -> None:
+    """As that of DDP must: without it, later forwards raise."""
+    layers, ran = blocks(), []
+    output = forward(layers, lambda _: torch_private.at_end_of_backward(lambda: ran.append("theirs")))
+    change(layers)
+    with differs():
+        output.sum().backward()
+    assert ran
+
+
+@accelerator
+def test_a_callback_that_recomputes() -> None:
+    """When the numbers of the backward itself were read."""
+    layers, ran = blocks(), []
+    later = forward(layers)
+    change(layers)
+
+    def unpack() -> None:
+        ran.append(later.grad_fn._saved_index)  # type: ignore[union-attr]
+
+    output = forward(
+        blocks(), lambda _: torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(unpack))
+    )
+    with differs():
+        output.sum().backward()
+    assert ran
 
 
 @accelerator
