@@ -307,7 +307,8 @@ class _Verifier:
         used, name = (policy, str(policy)) if enabled is None else (enabled.policy, enabled.policy_name)
         plan = "" if enabled is None else enabled.plan_in_words
         # The message lists only the first five: the largest differences.
-        broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
+        different = runs.different
+        broken = sorted(runs.broken(), key=lambda name: -different.get(name, 0.0))
         saved = [call for call in later.calls if call.saved]
         # Attention kernels of the backward itself, as of diffusers' context parallelism.
         in_backward = expected.executions[1] if self.reference == "none" else 0
@@ -318,8 +319,8 @@ class _Verifier:
             policy=name,
             reference=self.reference,
             compared=len(runs.reference),
-            different=tuple(runs.different),
-            largest_difference=max(runs.different.values(), default=0.0),
+            different=tuple(different),
+            largest_difference=max((different.get(name, 0.0) for name in broken or different), default=0.0),
             # If results are broken, the message compares them with their own noise, not with that of other results.
             noise=max((runs.noise[name] for name in broken or runs.noise), default=0.0),
             broken=tuple(broken),
@@ -351,9 +352,13 @@ class _Verifier:
 
 def _together(parts: list[Verification], policy: str) -> Verification:
     """The verifications of several blocks as one."""
+    # The message about what is broken names its own noise, not that of other blocks.
+    judged = [part for part in parts if part.broken] or parts
 
     def merged(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
+        values = [
+            getattr(part, name) for part in (judged if name in ("largest_difference", "noise", "runs") else parts)
+        ]
         if name == "offloaded":
             return None
         if name == "recompute":

@@ -149,7 +149,7 @@ def test_ways_that_do_not_run_and_ways_that_differ(monkeypatch: pytest.MonkeyPat
         large=raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")),
         large_on_a_cpu=raising(RuntimeError("DefaultCPUAllocator: can't allocate memory")),
         broken=raising(RuntimeError("an op was changed in place")),
-        late=raising(None, torch.OutOfMemoryError("CUDA out of memory")),
+        late=raising(None, *[torch.OutOfMemoryError("CUDA out of memory")] * 2),
         full=FULL,
         wrong=wrong,
     )
