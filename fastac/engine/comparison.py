@@ -43,14 +43,14 @@ Saved = tuple[int, torch.Tensor]
 
 
 Pair = tuple["Fingerprint", "Fingerprint"]
-"""Of one tensor: when it was saved, and when the forward had ended."""
+"""Of one tensor at two times."""
 
 
 class Settling:
     """Delays tensors that their op may write after it saved them: rrelu saves its noise before it draws it.
 
     Args:
-        tells_early: whether `end` tells how those look that remain, when they were saved and then.
+        tells_early: whether `end` tells which of the remaining ones were written, by fingerprints.
     """
 
     def __init__(self, tells_early: bool = False) -> None:
@@ -69,7 +69,7 @@ class Settling:
         return settled
 
     def end(self) -> tuple[list[Saved], list[Pair]]:
-        """All ops have run. Returns the remaining tensors, and the fingerprints of each at both times."""
+        """All ops have run. Returns the remaining tensors, and fingerprints: of when each was saved, and of now."""
         remaining, self.waiting = self.waiting, []
         pairs = [(before, now) for (_, t), before in remaining if before and (now := fingerprint(t))]
         return [saved for saved, _ in remaining], pairs
@@ -94,7 +94,7 @@ class Difference(NamedTuple):
 
 
 def note_early(block_state: BlockState, pairs: Iterable[Pair]) -> list[Pair]:
-    """Note whether a block writes what it saved last. Returns the pairs that say so and are still to be read."""
+    """Note whether a block writes what it saved last, by `Settling.end`. Returns the pairs that are yet to be read."""
     pairs = list(pairs)
     unread = [pair for pair in pairs if pair[0].is_read_later]
     early = any(relative_difference(*pair) > 0 for pair in pairs if not pair[0].is_read_later)
@@ -159,7 +159,7 @@ class Comparison:
                 return
         self._error = self._error or self._error_of(what)
 
-    def _error_of(self, what: str, _: str = "") -> RecomputeError:
+    def _error_of(self, what: str) -> RecomputeError:
         return RecomputeError(
             f"{describe(self.function)}: recompute {what}.\n{self.likely_causes()}Gradients would be wrong. Keep "
             f"what a block reads besides its arguments unchanged until backward is done (an adapter, a cache, random "
