@@ -51,7 +51,7 @@ peers: $(VENV)/installed-peers
 gpu: MINUTES ?= 8
 gpu:
 	@start=$$(date +%s); \
-	timeout -s INT -k 10 $$(($(MINUTES) * 15)) $(PYTHON) -m pytest -m gpu $(ARGS); tests=$$?; \
+	timeout -s INT -k 10 $$($(PYTHON) -c "print(15 * $(MINUTES))") $(PYTHON) -m pytest -m gpu $(ARGS); tests=$$?; \
 	minutes=$$($(PYTHON) -c "print(round($(MINUTES) - 0.5 - ($$(date +%s) - $$start) / 60, 2))"); \
 	$(PYTHON) benchmarks/gpu_wan.py --minutes $$minutes && exit $$tests
 

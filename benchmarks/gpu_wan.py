@@ -157,7 +157,7 @@ def in_miniature(case: Case) -> Case:
     """
     return dataclasses.replace(
         case,
-        label=f"{case.label} in miniature",
+        label=f"{case.label} in miniature (times mean nothing)",
         blocks=3,
         change={"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "ffn_dim": 32},
         video=video_of(13, 256, 256, 8),
