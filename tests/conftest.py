@@ -30,8 +30,10 @@ def pytest_configure() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, files without such a test are not imported: a machine with a GPU may lack what they need."""
-    is_other = config.option.markexpr == "gpu" and collection_path.is_file() and GPU not in collection_path.read_text()
-    return True if is_other else None  # None: whoever else may say
+    is_other = (
+        config.option.markexpr == "gpu" and collection_path.is_file() and GPU not in collection_path.read_text("utf-8")
+    )
+    return True if is_other else None  # None: other plugins decide
 
 
 GPU = "mark.gpu"

@@ -79,14 +79,14 @@ class BlockState:
     step: int = 0
     """Number of steps that have ended."""
     recomputed: bool = False
-    """A region was recomputed since the latest step began, without an error: the next region begins another step."""
+    """A backward through the block ended without an error since the latest step began: the next region begins another
+    step."""
     draws: bool = False
     """It draws from Python's generator or numpy's, as a step that compares values has shown."""
     writes: bool | None = None
     """It writes its own weights. None until a recompute has shown whether it does."""
-    saves_early: bool | None = False
-    """The op that saves the last tensors writes them afterwards: recompute must not end before that. None while the
-    numbers that tell it are on an accelerator."""
+    saves_early: bool = False
+    """The op that saves the last tensors writes them afterwards: recompute must not end before that."""
     rewritten: set[str] = dataclasses.field(default_factory=set)
     """"weights" or "inputs", if somebody writes these before recompute and their values stay equal, as a compared step
     has shown."""

@@ -95,10 +95,12 @@ class Difference(NamedTuple):
 
 def note_early(block_state: BlockState, pairs: Iterable[Pair]) -> list[Pair]:
     """Note whether a block writes what it saved last, by `Settling.end`. Returns the pairs that are yet to be read."""
-    pairs = list(pairs)
-    unread = [pair for pair in pairs if pair[0].is_read_later]
-    early = any(relative_difference(*pair) > 0 for pair in pairs if not pair[0].is_read_later)
-    block_state.saves_early = bool(block_state.saves_early) or early or (None if unread else False)
+    unread = []
+    for pair in pairs:
+        if pair[0].is_read_later:
+            unread.append(pair)
+        elif relative_difference(*pair) > 0:
+            block_state.saves_early = True
     return unread
 
 
@@ -123,8 +125,6 @@ class Comparison:
     def __post_init__(self) -> None:
         # Added to block_state.rewritten only if nothing differs: a rewrite that differs is an error, not a habit.
         self._rewritten: set[str] = set()
-        # What may explain differences: looked for once.
-        self._causes: str | None = None
         self._position = -1
         self._settling = Settling()
         # The noise of the coarsest dtype so far. Everything that is computed after it has that noise.
@@ -159,9 +159,14 @@ class Comparison:
                 return
         self._error = self._error or self._error_of(what)
 
+    @functools.cached_property
+    def _causes(self) -> str:
+        """What may explain differences. On an accelerator most tensors turn out equal, so it is looked for once."""
+        return self.likely_causes()
+
     def _error_of(self, what: str) -> RecomputeError:
         return RecomputeError(
-            f"{describe(self.function)}: recompute {what}.\n{self.likely_causes()}Gradients would be wrong. Keep "
+            f"{describe(self.function)}: recompute {what}.\n{self._causes}Gradients would be wrong. Keep "
             f"what a block reads besides its arguments unchanged until backward is done (an adapter, a cache, random "
             f'numbers); determinism_check="none" switches off only this check.'
         )
@@ -211,8 +216,6 @@ class Comparison:
             if forward.is_read_later or relative_difference(forward, recomputed) > allowed:
                 where = place(module_of(self.function), tensor, self.ends)
                 if where is not None:
-                    # On an accelerator most of these turn out equal. The explanation is looked for once.
-                    self._causes = self.likely_causes() if self._causes is None else self._causes
                     error = functools.partial(_error_of_values, describe(self.function), where, self._causes)
                     self._differences.append(Difference(forward, recomputed, allowed, error))
 
@@ -220,8 +223,12 @@ class Comparison:
         """Whether the block has written a weight in this recompute."""
         return self._versions.get(tensor, tensor._version) != tensor._version
 
-    def check(self) -> None:
-        """Raise RecomputeError if something differs; for values on an accelerator, at the end of this backward."""
+    def check(self) -> bool:
+        """Raise RecomputeError if something differs; for values on an accelerator, at the end of this backward.
+
+        Returns:
+            Whether numbers are read then. If they are right, that ends the block's step.
+        """
         if self.block_state.writes is None:
             self.block_state.writes = any(map(self._is_written, self._versions))
         self._compare(self._settling.end()[0])
@@ -229,11 +236,11 @@ class Comparison:
             raise self._error
         _raise_first(difference for difference in self._differences if not difference.forward.is_read_later)
         differences = [difference for difference in self._differences if difference.forward.is_read_later]
-        unread = Unread(self.block_state, differences, self.early, self._rewritten)
         if differences or self.early:
-            _check_at_end_of_backward(unread)
-        else:
-            unread.accept()
+            _check_at_end_of_backward(Unread(self.block_state, differences, self.early, self._rewritten))
+            return True
+        self.block_state.rewritten |= self._rewritten
+        return False
 
 
 class Unread(NamedTuple):
@@ -260,7 +267,7 @@ class Unread(NamedTuple):
         return self._replace(differences=differences, early=pairs[count:])
 
     def accept(self) -> None:
-        """Nothing differs: the block's step may end. Until then its values are compared in each region."""
+        """Nothing differs: the block's step may end."""
         self.block_state.rewritten |= self.rewritten
         self.block_state.recomputed = True
 

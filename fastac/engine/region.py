@@ -277,11 +277,9 @@ class Region:
                 except _MISTAKES as error:
                     self._name_cause(error, (*args, *kwargs.values()))
                     raise
-            if self.complete or not recompute.surplus:
-                recompute.check()
-            else:
-                # A gradient was taken in the middle of the forward. This recompute ran further than that had come.
-                self.block_state.recomputed = True
+            # Otherwise a gradient was taken in the middle of the forward, and this recompute ran further than the
+            # forward had come.
+            is_read_later = (self.complete or not recompute.surplus) and recompute.check()
         finally:
             set_states(before)
             if of_python:
@@ -290,8 +288,11 @@ class Region:
             vars(recompute).clear()
         if backward != -1:  # else a saved tensor is read outside a backward
             self.recomputed[backward] = tensors
-            if isinstance(backward, int):
-                torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
+        ended = None if is_read_later else self.block_state
+        if isinstance(backward, int) and backward != -1 and not torch_private.in_compiled_autograd():
+            torch_private.at_end_of_backward(functools.partial(_end, weakref.ref(self), backward, ended))
+        elif ended is not None:
+            ended.recomputed = True
         return tensors
 
     def likely_causes(self) -> str:
@@ -356,7 +357,9 @@ class _Recompute:
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         # With the tensor of this slot, recompute ends.
-        self.last = region.slots[-1] if region.early_stop and region.block_state.saves_early is False else None
+        self.last = (
+            region.slots[-1] if region.early_stop and not (region.block_state.saves_early or region.early) else None
+        )
         # Number of tensors that the forward did not save.
         self.surplus = 0
         self.compares_metadata, self.has_fingerprints = region.compares_metadata, region.has_fingerprints
@@ -394,8 +397,8 @@ class _Recompute:
             raise _Stop
         return detached
 
-    def check(self) -> None:
-        """Raise RecomputeError when the recompute differed from the forward."""
+    def check(self) -> bool:
+        """Raise RecomputeError when the recompute differed from the forward. Returns what Comparison.check does."""
         missing = sum(1 for _ in self.slots)
         if self.surplus or missing:
             raise RecomputeError(
@@ -406,7 +409,7 @@ class _Recompute:
                 f"them until it is done. So does torch.func.jvp "
                 f"with gradients on: run it under torch.no_grad()."
             )
-        self.comparison.check()
+        return self.comparison.check()
 
 
 def _versions(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[tuple[weakref.ref[torch.Tensor], int]]:
@@ -422,10 +425,13 @@ def _was_written(reference: weakref.ref[torch.Tensor], version: int) -> bool:
     return tensor is not None and tensor._version != version
 
 
-def _forget(reference: weakref.ref[Region], backward: int) -> None:
+def _end(reference: weakref.ref[Region], backward: int, ended: BlockState | None) -> None:
+    """A backward has ended without an error. ended: the state of a block whose step that ends."""
     region = reference()
     if region is not None:
         region.recomputed.pop(backward, None)
+    if ended is not None:
+        ended.recomputed = True
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:

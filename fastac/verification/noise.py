@@ -7,14 +7,14 @@ noise is not. So a result is wrong if all runs of the policy are further from th
 run of the reference. While a result looks wrong, both run again, since a few runs may be equal by chance.
 
 A fault may be there in some runs alone, as that of a race is. If the reference is equal in all of its runs, one run of
-the policy is enough, provided that most of what differs does so by more than any rounding.
+the policy is enough that differs by more than any rounding.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -29,6 +29,9 @@ FACTOR = 1.5
 FEWEST, MOST = 4, 12
 """Runs of the reference that noise is measured in. With 12, none of 1,000 verifications is a false alarm
 (`pytest -m soak tests/verification/test_noise.py`)."""
+
+ROUNDING = tolerance(torch.bfloat16)
+"""The most that rounding changes, relative to the norm. Kernels may round to bf16 whatever the dtype of a result is."""
 
 MOST_EQUAL = 8
 """Runs of the reference after which a difference is real if they are all equal."""
@@ -71,8 +74,7 @@ class Runs:
     @property
     def different(self) -> dict[str, float]:
         """The largest distance of each result that was not bitwise equal in some judged run."""
-        largest = {name: max(found[name] for found in self.farthest.values()) for name in self.reference}
-        return {name: distance for name, distance in largest.items() if distance}
+        return _largest(self.farthest.values())
 
     @property
     def is_noisy(self) -> bool:
@@ -94,13 +96,15 @@ class Runs:
         ]
 
     def gross(self, what: str | None = None) -> set[str]:
-        """Names of results that a run has wrong by more than any rounding, if that is most of what differs."""
-        # Rounding can change few results by much: gradients that cancel, as those of biases of keys.
+        """Names of results that a run has wrong by more than any rounding, if all that differs does so together."""
         judged = self.farthest.values() if what is None else [self.farthest[what]]
-        farthest = {name: max(distances[name] for distances in judged) for name in self.reference} if judged else {}
-        different = [name for name, distance in farthest.items() if distance]
-        found = {name for name in different if farthest[name] > _most_of_rounding(self.reference[name])}
-        return found if 2 * len(found) > len(different) else set()
+        different = _largest(judged)
+        # A gradient that cancels, as that of a bias of keys, is nothing but rounding. Its norm is small among others.
+        norms = {name: _norm_of(self.reference[name]) for name in different}
+        together = math.hypot(*(distance * norms[name] for name, distance in different.items()))
+        if not together > ROUNDING * math.hypot(*norms.values()):
+            return set()
+        return {name for name, distance in different.items() if distance > ROUNDING}
 
     def _is_wrong(self, name: str, distance: float) -> bool:
         allowed = self.factor * max(self.noise[name], self.least[name])
@@ -126,9 +130,18 @@ class Runs:
             self.least[name] = max(median, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
 
-def _most_of_rounding(tensor: torch.Tensor | None) -> float:
-    """By how much kernels that round otherwise may change a result; the comparison of values allows as much."""
-    return 0.0 if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()) else tolerance(tensor.dtype)
+def _largest(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest distance of each result that has one above 0."""
+    largest: dict[str, float] = {}
+    for distances_of_run in found:
+        for name, distance in distances_of_run.items():
+            if distance:
+                largest[name] = max(distance, largest.get(name, 0.0))
+    return largest
+
+
+def _norm_of(tensor: torch.Tensor | None) -> float:
+    return 1.0 if tensor is None else _norm(_plain(tensor).nan_to_num(0, 0, 0).double())
 
 
 def distances(expected: Tensors, actual: Tensors) -> dict[str, float]:

@@ -85,21 +85,26 @@ class ComparedSteps:
         reference `FEWEST` times, then both until nothing looks wrong or more runs cannot change that.
         """
         # Deterministic kernels are others than those of training. What is more than rounding may be a fault of these.
-        if self.runs.gross():
-            equal, self.remark = None, "Differences are larger than rounding: training's own kernels were compared."
-        else:
-            equal = self._deterministic_runs()
+        if self.group.any(bool(self.runs.gross())):
+            self._measure_noise()
+            if self.group.any(bool(self.runs.broken())):
+                self.remark = "The differences are larger than rounding, so training's own kernels were compared."
+                return
+        equal = self._deterministic_runs()
         self.is_deterministic = equal is not None
         with deterministic_kernels() if self.is_deterministic else contextlib.nullcontext():
             if equal is not None:
                 self.runs = equal
                 self._add_policy()
-            if not self.group.any(bool(self.runs.different)):
-                return
-            while self.group.any(self.runs.count < FEWEST or (bool(self.runs.broken()) and self.runs.may_change())):
-                self._add_reference()
-                if self.runs.count > FEWEST:
-                    self._add_policy()
+            if self.group.any(bool(self.runs.different)):
+                self._measure_noise()
+
+    def _measure_noise(self) -> None:
+        """Run the reference until its noise is known, then both until nothing looks wrong or that cannot change."""
+        while self.group.any(self.runs.count < FEWEST or (bool(self.runs.broken()) and self.runs.may_change())):
+            self._add_reference()
+            if self.runs.count > FEWEST:
+                self._add_policy()
 
     def _deterministic_runs(self) -> Runs | None:
         """Two equal runs of the reference with deterministic kernels; or None, and `remark` says why."""

@@ -50,12 +50,13 @@ class Verification:
     different: tuple[str, ...]
     """Results that are not bitwise equal."""
     largest_difference: float
-    """The largest difference of these results, relative to the norm of the result."""
+    """The largest difference of these results, or of those that are broken, relative to the norm of the result."""
     noise: float
     """The largest difference between runs of the reference, above 0 if kernels are not deterministic. If `compiled`,
     one of these runs is not compiled."""
     broken: tuple[str, ...]
-    """Results that differ by more than noise in every run of the policy."""
+    """Results that differ by more than noise in every run of the policy; or by more than rounding in one run, if those
+    of the reference are equal."""
     reference_executions: tuple[int, int]
     policy_executions: tuple[int, int]
     saved: int

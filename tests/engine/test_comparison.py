@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -315,6 +316,20 @@ def test_weights_that_are_streamed(is_on_device: bool, request: pytest.FixtureRe
                 step(gain)
 
 
+@accelerator
+def test_one_of_two_calls_writes_what_it_saved() -> None:
+    def function(hidden: torch.Tensor, writes: bool) -> torch.Tensor:
+        return F.rrelu(hidden.sin(), training=True) if writes else hidden.sin()
+
+    found = []
+    for call in (lambda *args: function(*args), functools.partial(fastac.checkpoint, function, policy="full")):
+        torch.manual_seed(0)
+        hidden = torch.randn(5, 4, requires_grad=True)
+        call(call(hidden, True), False).square().sum().backward()
+        found.append(hidden.grad)
+    assert torch.equal(*found)
+
+
 class Rotary(torch.nn.Module):
     """It reads a tensor that is given by keyword."""
 
@@ -367,6 +382,22 @@ def test_a_step_that_raised_is_compared_again(count: int, is_on_device: bool, re
     assert [state_of(layer).step for layer in layers] == [4] * count
     forward(layers)
     assert [state_of(layer).step for layer in layers] == [5] * count
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_step_of_two_regions_of_one_block(is_on_device: bool, request: pytest.FixtureRequest) -> None:
+    """The later one is right, and its recompute comes first."""
+    if is_on_device:
+        request.getfixturevalue("_accelerator")
+    (layer,) = blocks(1)
+    for _ in range(3):
+        hidden = fastac.checkpoint(layer, torch.ones(5, 4, requires_grad=True), policy="full")
+        hidden.register_hook(lambda gradient: change([layer]))
+        output = fastac.checkpoint(layer, hidden, policy="full")
+        with differs():
+            output.sum().backward()
+        change([layer], 1.0)
+    assert state_of(layer).step == 0
 
 
 @accelerator
