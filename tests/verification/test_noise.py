@@ -460,20 +460,29 @@ def test_bench_has_the_same_rule(refuses: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Results:
-    """Steps of a healthy model, whose noise is rare. A gradient that cancels is nothing but noise."""
+    """Steps of a model with noise in a share of them. A gradient that cancels is nothing but noise.
+
+    gain: by which gradients are wrong. has_deterministic: without noise where torch is asked for that.
+    """
+
+    gain, has_deterministic = 1.0, False
 
     def __init__(self, share: float, size: float, seed: int) -> None:
         self.share, self.size, self.generator = share, size, torch.Generator().manual_seed(seed)
 
+    def switch(self, way: str) -> None:
+        self.gain = 2.0 if way == "wrong" else 1.0
+
     def step(self, is_counted: bool = True) -> Step:
         is_hit = torch.rand((), generator=self.generator) < self.share
+        is_hit &= not (self.has_deterministic and torch.are_deterministic_algorithms_enabled())
         noise = is_hit * torch.randn(64, generator=self.generator)
-        gradient = torch.ones(64) * (1 + self.size * noise)
+        gradient = self.gain * torch.ones(64) * (1 + self.size * noise)
         return Step({"first": gradient, "second": 2 * gradient, "of a bias": 1e-9 * noise}, (1, 1), [], set())
 
 
 def alarms(share: float, size: float, trials: int) -> tuple[int, int]:
-    """How often verify and bench find something broken."""
+    """How often verify and bench find something broken. In bench a way that is wrong comes first."""
     by_verify = by_bench = 0
     for seed in range(trials):
         results = Results(share, size, seed)
@@ -482,8 +491,11 @@ def alarms(share: float, size: float, trials: int) -> tuple[int, int]:
         reference = measuring._Reference.__new__(measuring._Reference)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measuring._Reference, "_step", results.step)
-            ways: Any = SimpleNamespace(workload=None, to=lambda name: None)
+            ways: Any = SimpleNamespace(workload=None, to=results.switch)
             reference.__init__("none", ways)  # type: ignore[misc]
+            results.switch("wrong")
+            assert reference.compare("wrong")["broken"]
+            results.switch("full")
             by_bench += bool(reference.compare("full")["broken"])
     return by_verify, by_bench
 
@@ -491,6 +503,24 @@ def alarms(share: float, size: float, trials: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("share", "size"), [(0.05, 1e-6), (0.2, 1e-2), (0.5, 1e-6), (0.8, 1e-6), (1.0, 0.1)])
 def test_noise_that_is_rare_or_large(share: float, size: float) -> None:
     assert alarms(share, size, trials=100) == (0, 0)
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.03])
+def test_large_noise_that_deterministic_kernels_do_not_have(gain: float) -> None:
+    """It hides nothing."""
+    results = Results(1.0, 0.5, seed=0)
+    results.has_deterministic = True
+
+    def policy_step(is_counted: bool) -> Step:
+        results.gain = gain
+        try:
+            return results.step()
+        finally:
+            results.gain = 1.0
+
+    compared = ComparedSteps(Group(), results.step, policy_step, lambda: None, with_buffers=True)
+    assert compared.is_deterministic
+    assert bool(compared.runs.broken()) == (gain != 1)
 
 
 @pytest.mark.soak
