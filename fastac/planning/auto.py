@@ -234,7 +234,7 @@ class Planner:
         self._forwards = 0
         # Another rank did not come: this one compares no more.
         self._is_alone = False
-        # The number of this model among those that compared. It is the same on all ranks, as all make a first forward.
+        # Models that compare are numbered in the order of their first forwards, which is the same on all ranks.
         self._number = 0
         self._measurement: _MeasuredStep | None = None
         # A trained weight: its module, its name, and its version when it was first seen. An optimizer changes it.

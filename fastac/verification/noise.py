@@ -6,8 +6,8 @@ of the difference, relative to the norm of the tensor. A change that the policy 
 noise is not. So a result is wrong if all runs of the policy are further from that run than `FACTOR` times every other
 run of the reference. While a result looks wrong, both run again, since a few runs may be equal by chance.
 
-A fault may be there in some runs alone, as that of a race is. If the reference is equal in all of its runs, one run of
-the policy is enough that differs by more than any rounding.
+A race, for example, is a fault of some runs only. If all runs of the reference are equal, a single run of the policy
+proves a fault if it differs by more than rounding.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Runs:
         """By the name of what was run ("first", "later"), the smallest distance of each result."""
         self.farthest: dict[str, dict[str, float]] = {}
         """The same, the largest distance."""
+        self._norms: dict[str, float] = {}  # of results of the reference, as far as they were needed
         self.factor, self.least = FACTOR, dict.fromkeys(reference, 0.0)
         """A result is wrong beyond `factor` times its noise, or times `least` if its noise is smaller."""
 
@@ -84,7 +85,7 @@ class Runs:
     def broken(self, what: str | None = None) -> list[str]:
         """Names of results that are wrong in all runs of `what`; by default, of anything that was run.
 
-        If the reference is not noisy, also of those that one run has wrong by more than any rounding.
+        If all runs of the reference are equal, a result is also wrong if a single run has it in `gross`.
         """
         # Only a first step is observed. A fault of first steps and a fault of later ones are both errors.
         judged = self.nearest.values() if what is None else [self.nearest[what]]
@@ -100,7 +101,8 @@ class Runs:
         judged = self.farthest.values() if what is None else [self.farthest[what]]
         different = _largest(judged)
         # A gradient that cancels, as that of a bias of keys, is nothing but rounding. Its norm is small among others.
-        norms = {name: _norm_of(self.reference[name]) for name in different}
+        self._norms |= {name: _norm_of(self.reference[name]) for name in different if name not in self._norms}
+        norms = {name: self._norms[name] for name in different}
         together = math.hypot(*(distance * norms[name] for name, distance in different.items()))
         if not together > ROUNDING * math.hypot(*norms.values()):
             return set()

@@ -50,7 +50,7 @@ class Verification:
     different: tuple[str, ...]
     """Results that are not bitwise equal."""
     largest_difference: float
-    """The largest difference of these results, or of those that are broken, relative to the norm of the result."""
+    """The largest difference of a result, relative to its norm. If results are broken: the largest of a broken one."""
     noise: float
     """The largest difference between runs of the reference, above 0 if kernels are not deterministic. If `compiled`,
     one of these runs is not compiled."""

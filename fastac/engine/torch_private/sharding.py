@@ -32,7 +32,7 @@ def sharded_parameters(module: Any) -> Iterator[tuple[torch.nn.Parameter, Any, t
 
 
 def sharded_casts(module: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes to which a unit of FSDP2 casts its inputs and its outputs. None: FSDP2 does not cast them."""
+    """The dtypes to which a unit of FSDP2 casts its inputs and its outputs. None: FSDP2 casts neither."""
     policy = module._get_fsdp_state()._mp_policy
     return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
