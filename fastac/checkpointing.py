@@ -26,7 +26,7 @@ from fastac.compiled import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observation import Observation
 from fastac.diagnosis.observer import PassThrough
-from fastac.engine import buffers, interception, kinds, linear, offload, torch_private
+from fastac.engine import interception, kinds, linear, module_state, offload, torch_private
 from fastac.engine.blocks import (
     block_of,
     describe,
@@ -250,7 +250,7 @@ class _RegionCall:
             compares_metadata=determinism_check == "default",
             compares_values=compares_values,
             stash=stash,
-            buffers=buffers.begin(modules, compares_values),
+            snapshot=module_state.begin(modules, compares_values),
             mode=PassThrough if has_mode else None,
         )
         if tape is None:

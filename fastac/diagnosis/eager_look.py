@@ -11,8 +11,8 @@ from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
 from fastac.engine.blocks import module_of, modules_run_by
-from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
+from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import thread
 from fastac.engine.region import unchanged
 from fastac.engine.tape import Tape, caller
@@ -44,7 +44,7 @@ def look(
     try:
         with (
             generators_preserved(),
-            buffers_preserved(modules),
+            modules_preserved(modules),
             # A checkpoint around the region counts what is saved: its hooks must not see what this run saves.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
             tape,

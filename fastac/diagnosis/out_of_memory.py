@@ -105,8 +105,8 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
             contents = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
             values += [(contents, int(entry.keys), value) for value in entry.held]
         values += [("inputs", 0, value) for value in _inputs(region)]
-        buffers = region.buffers.buffers if region.buffers is not None else ()
-        values += [("buffers", 0, buffer.value) for buffer in buffers]
+        copies = region.snapshot.copies if region.snapshot is not None else {}
+        values += [("buffers", 0, copy) for copy in copies.values()]
         for contents, keys, value in values:
             key: object
             storage = value.storage if isinstance(value, StashedTensor) else value

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +33,6 @@ partial of `new_forward`."""
 
 WATCHED = 8
 """So many regions of a block are observed, at most, after one that made fewer attention calls than the first."""
-
-
-@dataclasses.dataclass(eq=False)
-class KnownBuffer:
-    """A buffer of a block. It refers to the dict of a module's buffers: the module refers to the block's state."""
-
-    buffers: dict[str, torch.Tensor | None]
-    name: str
-    is_written: bool = False
-    """The block was seen to write it."""
-    has_versions: bool = True
-    """Writes of the block count as in-place changes."""
-    copy: Callable[[], torch.Tensor | None] = lambda: None
-    """The latest copy of it, while a region holds it."""
-    copied: tuple[int, int] = 0, 0
-    """Identity and version of the tensor that was copied."""
 
 
 @dataclasses.dataclass
@@ -91,11 +75,11 @@ class BlockState:
     """"weights" or "inputs", if somebody writes these before recompute and their values stay equal, as a compared step
     has shown."""
     lock: Any = dataclasses.field(default_factory=threading.RLock)
-    """Held while a recompute runs on copies of its buffers."""
-    buffers: list[KnownBuffer] | None = None
-    """The buffers of the block. None before its first region."""
-    buffer_dicts: set[int] = dataclasses.field(default_factory=set)
-    """Identities of the dicts in which its modules hold their buffers."""
+    """Held while a recompute runs on an earlier state of its modules."""
+    submodules: Sequence[dict[str, Any]] | None = None
+    """The attributes of the modules inside the block. None before its first region."""
+    written_buffers: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    """The buffers that it was seen to write: `id` of the dict that holds them, and name."""
 
     def begin_region(self) -> bool:
         """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all of their regions.

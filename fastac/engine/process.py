@@ -88,6 +88,8 @@ class Process:
         self.collectors: list[list[RegionResult]] = []
         # Called with attention that runs while no region is open in its thread.
         self.listeners: list[Listener] = []
+        # State of modules as regions that are alive began (`fastac.engine.module_state.Snapshot`), by its id.
+        self.snapshots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # By backward: comparisons whose numbers are read from an accelerator when the backward ends.
         self.unread_comparisons: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Regions in graphs that torch.compile made, by the id of the compilation. Other threads add to them.

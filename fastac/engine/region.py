@@ -22,8 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastac.engine import causes, torch_private
-from fastac.engine.blocks import BlockState, describe
-from fastac.engine.buffers import Buffers
+from fastac.engine.blocks import BlockState, describe, state_of
 from fastac.engine.comparison import (
     Comparison,
     Fingerprint,
@@ -42,6 +41,7 @@ from fastac.engine.generators import (
     set_states,
     tensors_in,
 )
+from fastac.engine.module_state import Snapshot, in_place_of
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.process import process
 from fastac.engine.tape import RecomputeError, Replay, Tape
@@ -85,7 +85,7 @@ class Region:
         compares_values: their values are compared, too.
         early_stop: recompute ends with the last tensor that backward needs.
         stash: of a region that offloads.
-        buffers: of a block that has some.
+        snapshot: the state of the modules as the forward begins; None without modules.
         mode: makes a context for recompute: a dispatch mode, if the forward ran under one.
     """
 
@@ -101,7 +101,7 @@ class Region:
     compares_values: bool = False
     early_stop: bool = True
     stash: Stash | None = None
-    buffers: Buffers | None = None
+    snapshot: Snapshot | None = None
     mode: Callable[[], AbstractContextManager[Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -171,8 +171,8 @@ class Region:
             self._take_fingerprints(settled)
             self.early = note_early(state, pairs)
             self.settling = None
-        if self.buffers is not None:
-            self.buffers = self.buffers.keep_written(describe(self.function))
+        if self.snapshot is not None:
+            self.snapshot.end_forward(self.function, self.modules)
         # Inputs that the function writes itself, such as a cache, are written by recompute as well.
         self.versions = [(tensor, version) for tensor, version in self.versions if not _was_written(tensor, version)]
 
@@ -234,15 +234,16 @@ class Region:
         )
 
     def _recompute(self, backward: Any) -> Recomputed:
-        """Run the function again for a backward, on copies of its buffers. Returns the tensor of each slot."""
-        if self.buffers is None:
+        """Run the function again for a backward, on its modules as they were. Returns the tensor of each slot."""
+        if self.snapshot is None or self.snapshot.is_current():
             return self._run_again(backward)
-        with self.buffers.as_the_forward_began():
-            return self._run_again(backward)
+        # If two threads recompute one block at the same time, one of them would put back the copies of the other.
+        with state_of(self.modules[0]).lock, self.snapshot.restored() as buffers:
+            return self._run_again(backward, buffers)
 
-    def _run_again(self, backward: Any) -> Recomputed:
-        """Run the function again, in the state in which its forward began."""
-        recompute = _Recompute(self)
+    def _run_again(self, backward: Any, buffers: Mapping[torch.Tensor, torch.Tensor] | None = None) -> Recomputed:
+        """Run the function again, in the state in which its forward began. buffers: copy -> buffer."""
+        recompute = _Recompute(self, buffers)
         tensors = recompute.tensors
         # The generators are put back by hand: a context would have to unwind at each early stop, which takes time.
         before = [(device, generator_state(device)) for device, _ in self.generators]
@@ -349,8 +350,9 @@ class _Recompute:
     It does not hold the region: the graph of the recompute holds its hook, and may outlive the region.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, buffers: Mapping[torch.Tensor, torch.Tensor] | None) -> None:
         self.function = region.function
+        self.buffers = buffers
         self.tensors: Recomputed = {}
         # Storages that offload brought back to the device for this recompute.
         self.reloaded: object = None
@@ -388,7 +390,8 @@ class _Recompute:
         # Without a slot, the node that held it is gone, and nobody will ask for the tensor.
         if slot is not None:
             now = torch_private.metadata(tensor)
-            self.tensors[slot] = detached, now[-1]
+            kept = in_place_of(tensor, self.buffers).detach() if self.buffers else detached
+            self.tensors[slot] = kept, now[-1]
             if self.compares_metadata and slot.metadata != now:
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:

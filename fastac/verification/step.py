@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, supported_activities
 from fastac import registry
 from fastac.compiled import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
+from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.engine.results import Call, Product, RegionResult
 from fastac.engine.torch_private import profiled_events, profiler, tree_leaves, tree_map
@@ -120,7 +120,7 @@ def run_step(
         state.transfers = None
     process.collectors.append(regions)
     try:
-        with generators_preserved(), buffers_preserved([model]) as buffers, torch.enable_grad():
+        with generators_preserved(), modules_preserved([model]) as buffers, torch.enable_grad():
             with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
@@ -134,7 +134,7 @@ def run_step(
             with _counting(is_counted, on_device=outputs[0].device.type != "cpu") as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
             # Buffers are read inside the context, which restores them when it ends.
-            written = {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers.written().items()}
+            written = {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers.written_in(model).items()}
     finally:
         # `list.remove` compares by value, and all empty lists are equal.
         process.collectors[:] = [collector for collector in process.collectors if collector is not regions]

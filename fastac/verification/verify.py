@@ -23,8 +23,8 @@ from fastac.backends.plugins import prepare
 from fastac.checkpointing import checkpoint
 from fastac.engine import checkpoint_wrappers
 from fastac.engine.blocks import forget_state, known_state
-from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
+from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
@@ -446,7 +446,7 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     # What other models of the process observed stays as it is. Kinds are by block: verify proves each block.
     results, process.kinds, process.kinds_are_of_one_block = process.kinds, weakref.WeakKeyDictionary(), True
     try:
-        with generators_preserved(), buffers_preserved([model]):
+        with generators_preserved(), modules_preserved([model]):
             yield
     finally:
         process.kinds, process.kinds_are_of_one_block = results, False

@@ -194,6 +194,49 @@ BLOCK: Table = {
     ),
 }
 
+ORDERED = (
+    "if flag == 'write': self.mean$n.lerp_($p.detach().mean((0, 1)), 0.5)\n$o = $p - self.mean$n"
+    "  # init: self.register_buffer('mean$n', torch.zeros(W))",
+    "$o = $p + self.last$n.sin()\nif flag == 'write': self.last$n.copy_($p[0, 0].detach())"
+    "  # init: self.register_buffer('last$n', torch.ones(W))",
+    "$o = attend($p, $p + self.code$n, $q)\nif flag == 'data': self.code$n.data.mul_(0.9).add_($q[0, 0].detach())"
+    "  # init: self.register_buffer('code$n', torch.ones(W))",
+    "if flag == 'data': self.scale$n.data.mul_(0.9)\n$o = $p * self.scale$n.exp()"
+    "  # init: self.register_buffer('scale$n', torch.ones(1))",
+    "$o = $p / self.largest$n\nif flag == 'replace': self.largest$n = $q.detach().abs().max() + 1"
+    "  # init: self.register_buffer('largest$n', torch.ones(()))",
+    "$o = attend($p, $q, self.past$n)\nif flag == 'replace': self.past$n = $q.detach().repeat(1, 1, 2)[..., ::2]"
+    "  # init: self.register_buffer('past$n', torch.ones(2, 6, W))",
+    "if flag == 'replace': self.row$n = $p.detach()[0, 0].clone()\nif flag == 'write': self.row$n.add_(0.5)"
+    "\n$o = $p * self.row$n.cos()  # init: self.register_buffer('row$n', torch.ones(W))",
+    "if flag == 'write': self.none$n = torch.ones(()) if self.none$n is None else self.none$n + 1"
+    "\n$o = $p * (self.none$n or 0.5)  # init: self.register_buffer('none$n', None)",
+    "if flag != 'read' and not hasattr(self, 'made$n'): self.register_buffer('made$n', torch.zeros(()))"
+    "\nif flag == 'write': self.made$n += 1\n$o = $p / (2 + getattr(self, 'made$n', 1))",
+    "if flag == 'replace': self._buffers.pop('gone$n', None)\n$o = $p * self._buffers.get('gone$n', 2)"
+    "  # init: self.register_buffer('gone$n', torch.ones(W))",
+    "$o = self.batch$n($p.transpose(1, 2)).transpose(1, 2)  # init: self.batch$n = nn.BatchNorm1d(W)",
+    "$o = self.dropout$n($p)  # init: self.dropout$n = nn.Dropout(0.2)",
+    "$o = self.spectral$n($p)"
+    "  # init: self.spectral$n = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(W, W))",
+    "$o = run.region($policy, self.inner$n, $p, flag)  # init: self.inner$n = Counting()",
+    "$o = run.region($policy, lambda one: counted(self, 'own$n', one, flag), $p)",
+    "$o = run.torch_region(self.inner$n, $p, flag)  # init: self.inner$n = Counting()",
+)
+"""Buffers that one call reads, and another one writes: the argument `flag` of a call says what it does."""
+
+MODES = ("read", "read", "write", "write", "data", "replace")
+ORDERS = (
+    *("run.loss(outs).backward()",) * 3,
+    "for one in outs: run.loss(one).backward()",
+    "for one in reversed(outs): run.loss(one).backward()",
+    "run.loss(outs[:1]).backward(); run.loss(outs[1:]).backward()",
+    "loss = run.loss(outs[-1]); loss.backward(retain_graph=True); run.loss(outs[0]).backward(); loss.backward()",
+    "run.loss(outs).backward(retain_graph=True); run.loss(outs).backward()",
+    "run.loss(outs[1:]).backward()",
+)
+"""The backwards of a step of several calls, whose outputs are `outs`."""
+
 PARTS = (
     "a, b, c = run.region($policy, self.part$n, a, b, c)",
     "a, b, c = run.region($policy, lambda *values: self.part$n(*values), a, b, c)",
@@ -337,6 +380,21 @@ def tensors(value: Any) -> list[Tensor]:
     """The tensors in a value, in their order."""
     value = vars(value) if isinstance(value, Output) else value
     return list(support.flat_tensors(value, "").values())
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer that the first of them makes."""
+
+    def forward(self, x: Tensor, flag: str) -> Tensor:
+        return counted(self, "count", x, flag)
+
+
+def counted(module: torch.nn.Module, name: str, x: Tensor, flag: str) -> Tensor:
+    if flag != "read":
+        if not hasattr(module, name):
+            module.register_buffer(name, torch.zeros(()))
+        module.get_buffer(name).add_(1)
+    return x.sin() * getattr(module, name, 0.5)
 
 
 def attend(*tokens: Tensor, **options: Any) -> Tensor:

@@ -1,0 +1,227 @@
+"""What a block may change in its modules: their buffers, and whether they are in training mode.
+
+A forward begins with a `Snapshot` of both, and each recompute runs on it: on copies of the buffers that were written
+since, in the mode of the forward. Afterwards the modules are as the forward left them, so counters, running statistics
+and codebooks are written once. In the steps whose values are compared all buffers are copied, which shows the ones that
+the block writes. From then on these are copied in every step.
+
+A call may read a buffer before another call of the step is the first to write it. Then the writer has a copy of what
+both began with, and hands it to the calls that are still to be recomputed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastac.engine import torch_private
+from fastac.engine.blocks import describe, state_of
+from fastac.engine.process import process
+from fastac.errors import FastacError
+
+SMALL, FEW = 2**16, 8
+"""Bytes of a small buffer, and a number of buffers that are few. A block may begin to write in any step: if it has few
+buffers, the small ones are always copied."""
+
+_mode = operator.itemgetter("training")
+
+
+class Snapshot:
+    """Modes and buffers of some modules at one moment.
+
+    Args:
+        owners: the attributes (`vars`) of the modules.
+        looks: copy all buffers. Then writes are seen that no version shows.
+        written: the buffers that are copied in any case, by `id` of the dict that holds them and name.
+    """
+
+    def __init__(
+        self, owners: Sequence[dict[str, Any]], looks: bool, written: Collection[tuple[int, str]] = ()
+    ) -> None:
+        self.owners, self.looks, self.written = owners, looks, written
+        self.modes = list(map(_mode, owners))
+        # Each dict of buffers that was not empty, and what was in it.
+        self.before = [(d, dict(d)) for own in owners if (d := own["_buffers"])]
+        # By tensor, which several modules may hold.
+        self.versions: dict[torch.Tensor, int] = {}
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        small = SMALL if sum(len(tensors) for _, tensors in self.before) <= FEW else -1
+        for key, tensor in self._tensors():
+            if tensor in self.versions or not isinstance(tensor, torch.Tensor) or tensor.is_inference():
+                continue
+            self.versions[tensor] = tensor._version
+            if looks or key in written or _size(tensor) <= small:
+                # Uninitialized and quantized tensors, and some subclasses, cannot be copied.
+                with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                    self.copies[tensor] = torch_private.clone(tensor.detach(), tensor.stride())
+
+    def _tensors(self) -> Iterator[tuple[tuple[int, str], Any]]:
+        """Key and value of each buffer."""
+        return (((id(d), name), tensor) for d, tensors in self.before for name, tensor in tensors.items())
+
+    def changed(self) -> set[torch.Tensor]:
+        """The buffers that were written since. One that was replaced is not written by that."""
+        return {
+            tensor
+            for tensor, version in self.versions.items()
+            if tensor._version != version
+            or (self.looks and tensor in self.copies and not _is_equal(tensor, self.copies[tensor]))
+        }
+
+    def written_in(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+        """The buffers of a model that were written, replaced or registered since, by name, as they are now."""
+        changed, before = self.changed(), dict(self._tensors())
+        return {
+            f"{prefix}.{name}".lstrip("."): tensor
+            for prefix, module in model.named_modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None and (tensor in changed or tensor is not before.get((id(module._buffers), name)))
+        }
+
+    def end_forward(self, function: Any, modules: Iterable[torch.nn.Module]) -> None:
+        """The forward of a function has ended: keep copies only of what its modules write.
+
+        Raises FastacError for a large buffer that they begin to write in a step without copies.
+        """
+        if not self._find_buffers():
+            return
+        changed = self.changed()
+        if not self.looks and any(tensor in changed and key not in self.written for key, tensor in self._tensors()):
+            # Batch norm counts in one buffer, and writes others past their versions: look at all, here and once more.
+            self.looks = True
+            changed = self.changed()
+            for module in modules:
+                state_of(module).submodules = None
+        written = {key: tensor for key, tensor in self._tensors() if tensor in changed or key in self.written}
+        for module in modules if changed else ():
+            state_of(module).written_buffers.update(written)
+        if lost := [name for (_, name), tensor in written.items() if tensor in changed - self.copies.keys()]:
+            raise FastacError(
+                f"{describe(function)}: it began to write a buffer ({', '.join(lost)}) in a step in which fastac had "
+                f"no copy of it: recompute would begin with what the forward left, and gradients would be wrong.\n"
+                f"From now on it is copied: run the step again, or resume from a checkpoint."
+            )
+        self.copies = {tensor: self.copies[tensor] for tensor in written.values() if tensor in self.copies}
+        # Regions that began with the same value, and read it without a copy.
+        readers: list[Snapshot] = [*process.snapshots.copy().values()] if changed else []
+        for reader in readers:
+            for tensor in changed & reader.versions.keys() - reader.copies.keys():
+                if reader.versions[tensor] == self.versions[tensor]:
+                    reader.copies[tensor] = self.copies[tensor]
+        process.snapshots[id(self)] = self
+
+    def _find_buffers(self) -> bool:
+        """Whether the modules have buffers, or had some. Notes that dicts which are no longer empty were empty."""
+        filled = [d for own in self.owners if (d := own["_buffers"])]
+        if len(filled) > len(self.before):
+            known = {id(d) for d, _ in self.before}
+            self.before += [(d, {}) for d in filled if id(d) not in known]
+        return bool(self.before)
+
+    def is_current(self) -> bool:
+        """Whether the modules have no buffers, and the modes that they had."""
+        return not self._find_buffers() and self.modes == list(map(_mode, self.owners))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+        """A context in which the modules are as they were. They may write into their buffers, which are copies.
+
+        Its value: copy -> buffer.
+        """
+        copies = {tensor: self._copy(tensor) for tensor in self.copies}
+        modes, before = list(map(_mode, self.owners)), [(d, dict(d)) for d, _ in self.before]
+        _put(self.owners, self.modes, self.before, copies)
+        try:
+            yield {copy: tensor for tensor, copy in copies.items()}
+        finally:
+            _put(self.owners, modes, before)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch_private.clone(self.copies[tensor], tensor.stride()).requires_grad_(tensor.requires_grad)
+        # Versions are compared with those of the forward, for every tensor that recompute saves.
+        torch_private.set_version(copy, self.versions[tensor])
+        return copy
+
+
+def _put(
+    owners: Iterable[dict[str, Any]],
+    modes: Iterable[bool],
+    before: Iterable[tuple[dict[str, Any], dict[str, Any]]],
+    copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Give modules the modes and buffers that they had, with copies in the place of some buffers."""
+    for own, mode in zip(owners, modes, strict=True):
+        own["training"] = mode
+    for buffers, tensors in before:
+        buffers.clear()
+        buffers.update(tensors if not copies else {name: copies.get(t, t) for name, t in tensors.items()})
+
+
+def in_place_of(saved: torch.Tensor, buffers: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The buffer, or the view of it, that autograd saves without checkpointing where a recompute saves a copy.
+
+    Backward then reads what the buffer holds at that time, also after a write that no version shows (`data`, batch
+    norm). After any other write autograd would raise: then it is the copy, which has the value of the forward.
+    """
+    copy = saved if saved._base is None else saved._base
+    buffer = buffers.get(copy)
+    if buffer is None or buffer._version != saved._version or buffer.dtype != saved.dtype:
+        return saved
+    if copy is saved:
+        return buffer
+    offset = buffer.storage_offset() + saved.storage_offset() - copy.storage_offset()
+    return buffer.detach().as_strided(saved.shape, saved.stride(), offset)
+
+
+def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
+    """The state of some modules, as a forward begins; None without modules.
+
+    looks: copy all buffers, and search the modules for submodules that are new. Both are done if a module is new.
+    """
+    if not modules:
+        return None
+    states = [state_of(module) for module in modules]
+    looks = looks or any(state.submodules is None for state in states)
+    owners: list[dict[str, Any]] = []
+    for module, state in zip(modules, states, strict=True):
+        if looks or state.submodules is None:
+            # Without the block's own attributes: they would refer to themselves, and outlive the block.
+            state.submodules = _owners(inner for inner in module.modules() if inner is not module)
+        owners += (*_owners((module,)), *state.submodules)
+    written = states[0].written_buffers.union(*(state.written_buffers for state in states[1:]))
+    return Snapshot(owners, looks, written)
+
+
+def _owners(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
+    """The attributes of some modules. In TorchScript, modes and buffers are not among them."""
+    return [own for own in map(vars, modules) if "training" in own and isinstance(own.get("_buffers"), dict)]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes of a plain tensor; for any other tensor a number that counts as large."""
+    return tensor.nbytes if torch_private.is_plain(tensor) else SMALL + 1
+
+
+def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor and a copy of it have the same bits, in any dtype. True if they are not plain."""
+    if not torch_private.is_plain(tensor):
+        return True
+    # As bytes: a NaN then equals itself, in every dtype.
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy)))
+
+
+@contextlib.contextmanager
+def modules_preserved(modules: Iterable[torch.nn.Module]) -> Iterator[Snapshot]:
+    """Restore modes and buffers of some modules at the end: the tensors themselves, and their values."""
+    snapshot = Snapshot(_owners(inner for module in modules for inner in module.modules()), looks=True)
+    try:
+        yield snapshot
+    finally:
+        _put(snapshot.owners, snapshot.modes, snapshot.before)
+        # Only these: a write counts as an in-place change, and a graph of the user may have saved the buffer.
+        for tensor in snapshot.changed() & snapshot.copies.keys():
+            tensor.detach().copy_(snapshot.copies[tensor])
