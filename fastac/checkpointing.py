@@ -273,7 +273,7 @@ class _RegionCall:
         held = modules_in(function) if self.block is None else []
         if held:
             self.observed_state = state_of(held[0])
-        key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
+        key = (policy, *signature(self.args, self.kwargs), *map(type, held))
         # Comparing keys costs less than hashing one.
         if self.block is not None and state.kind is not None and state.key == key:
             return state.kind

@@ -301,14 +301,22 @@ def is_compiled(function: Any) -> bool:
     )
 
 
-def signature(value: Any) -> Any:
-    """A key for inputs: shapes, dtypes, flags, structure. Regions with the same key make the same attention calls."""
+Signature = tuple[Any, Any]
+
+
+def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """A key for inputs: shapes, dtypes, flags, structure. Regions with the same key make the same attention calls.
+
+    Strings, numbers and keys of dicts are not part of it: they may be new in each step (a prompt, a sample's id).
+    """
+    return _signature(args), tuple([(name, _signature(value)) for name, value in kwargs.items()]) if kwargs else None
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (tuple, list)):
-        return tuple([(shape_of(v), v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
+        return tuple([(shape_of(v), v.dtype) if isinstance(v, torch.Tensor) else _signature(v) for v in value])
     if isinstance(value, torch.Tensor):
         return shape_of(value), value.dtype
-    if isinstance(value, dict):
-        return tuple([(key, signature(item)) for key, item in value.items()])
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    return type(value)  # not the value: a number may change in every step
+    return value if value is None or isinstance(value, bool) else type(value)

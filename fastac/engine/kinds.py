@@ -37,7 +37,7 @@ def kind_of(function: Any, key: tuple[object, ...]) -> Kind:
     if kind is None:
         kind = _kind_of_any_shape(known, key)
     if kind is None:
-        # Shapes are bounded by SIGNATURES, but a flag or a string among the inputs is part of the key as well.
+        # Shapes and lengths are bounded by SIGNATURES. Flags and classes among the inputs are part of the key as well.
         if len(known) >= MANY:
             known.clear()
         kind = known[key] = Kind(key)
@@ -87,11 +87,17 @@ def elements_in(value: Any) -> float:
     return sum(map(elements_in, value)) if type(value) is tuple else 0
 
 
-def without_shapes(value: Any) -> Any:
-    """A signature with the number of dimensions in the place of each shape."""
+def without_shapes(value: Any, depth: int = 0) -> Any:
+    """A key with the number of dimensions in the place of each shape, without the lengths of containers and names.
+
+    depth: 0 for the key, 1 for the arguments, 2 for what is inside one of them.
+    """
     if isinstance(value, torch.Size):
         return len(value)
-    return tuple([without_shapes(item) for item in value]) if type(value) is tuple else value
+    if type(value) is not tuple:
+        return "" if isinstance(value, str) else value
+    items = [without_shapes(item, depth + 1) for item in value]
+    return tuple(dict.fromkeys(items) if depth > 1 else items)
 
 
 def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:

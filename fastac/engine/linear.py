@@ -6,8 +6,9 @@ or was replayed. Hooks stay on a module until `detach`. Without an open scope th
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +73,19 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
     if named:
         interception.install_linear()
     attached.add(tuple(policy.linear))
+
+
+@contextlib.contextmanager
+def attached(block: torch.nn.Module, policy: Policy) -> Iterator[None]:
+    """A context in which a block has the hooks of a policy: `enable` or `disable` may have removed them meanwhile."""
+    if policy.linear in state_of(block).attached:
+        yield
+        return
+    attach(block, policy)
+    try:
+        yield
+    finally:
+        detach(block)  # the next region of the block attaches what it needs
 
 
 def calls_one_product(module: torch.nn.Module) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastac.engine import causes, torch_private
+from fastac.engine import causes, linear, torch_private
 from fastac.engine.blocks import BlockState, describe, state_of
 from fastac.engine.comparison import (
     Comparison,
@@ -271,6 +271,7 @@ class Region:
                 torch.enable_grad(),
                 self._as_in_forward(),
                 Replay(self.tape, self.likely_causes) if self.tape is not None else _NOTHING,
+                linear.attached(self.modules[0], self.tape.policy) if self.tape and self.tape.products else _NOTHING,
                 _NOTHING if self.mode is None else self.mode(),
             ):
                 try:

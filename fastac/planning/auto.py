@@ -260,7 +260,7 @@ class Planner:
         if trained is None:
             self.latest, before = _NOTHING_TRAINS, self.latest
             return None if before is self.latest else self.latest
-        shapes = signature(args), signature(kwargs), model.training, tuple(autocast_state())
+        shapes = *signature(args, kwargs), model.training, tuple(autocast_state())
         forward = _ForwardPass(model, saves_linear, Arguments(args, kwargs), (shapes, trained.grad is not None))
         key = forward.key
         self._forwards += 1
@@ -296,7 +296,8 @@ class Planner:
         """The choice for the next larger inputs, if enough signatures were planned."""
         if len(self._choices) < SIGNATURES:
             return None
-        alike = [known for known in self._choices if kinds.without_shapes(known) == kinds.without_shapes(key)]
+        shapeless = kinds.without_shapes(key[0]), key[1]
+        alike = [known for known in self._choices if (kinds.without_shapes(known[0]), known[1]) == shapeless]
         larger = [known for known in alike if kinds.elements_in(known) >= kinds.elements_in(key)]
         return self._choices[min(larger, key=kinds.elements_in)] if larger else None
 

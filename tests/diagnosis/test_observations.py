@@ -100,6 +100,37 @@ def test_lengths_that_never_repeat(calls: str, most: int, way: str, observed: li
     assert sum(map(len, process.kinds.values())) <= 2 * SIGNATURES + 1
 
 
+def rows(step: int) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 16) for _ in range(step + 1)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "most"),
+    [
+        (lambda step: {"prompt": f"prompt {step}"}, 1),
+        (lambda step: {"info": {f"sample {step}": torch.ones(1)}}, 1),
+        (lambda step: {"info": [{"id": str(step)}, (1.5 * step, "video")]}, 1),
+        (lambda step: {"info": rows(step)}, SIGNATURES),
+        (lambda step: {"info": {f"row {n}": row for n, row in enumerate(rows(step))}}, SIGNATURES),
+        (lambda step: {f"row {step}": torch.ones(1)}, SIGNATURES),
+        (lambda step: {"info": [bool(step & 2**bit) for bit in range(6)]}, 3 * SIGNATURES),
+    ],
+    ids=["string", "key", "inside", "list that grows", "dict that grows", "keyword", "flags"],
+)
+def test_inputs_that_are_new_in_each_step(inputs: Any, most: int, observed: list[Observation]) -> None:
+    """What no op can see makes no kinds, and lengths are bounded as shapes are."""
+
+    class Described(Block):
+        def forward(self, hidden: torch.Tensor, **described: Any) -> torch.Tensor:
+            return super().forward(hidden)
+
+    block = Described()
+    for step in range(STEPS):
+        hidden = torch.randn(1, 8, 16, requires_grad=True)
+        fastac.checkpoint(block, hidden, policy="attn_only", **inputs(step)).sum().backward()
+    assert 1 <= len(observed) <= most
+
+
 @pytest.mark.parametrize("way", ["block", "function"])
 def test_attention_hidden_in_a_length_that_is_not_observed(way: str) -> None:
     """It makes fewer calls than the others: the block's next regions are observed."""
@@ -151,10 +182,10 @@ def test_another_thread_adds_kinds_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
     """Threads that train blocks of one class share their kinds."""
     block, without_shapes = Block(), kinds.without_shapes
 
-    def meanwhile(value: Any) -> Any:
+    def meanwhile(*args: Any) -> Any:
         for known in process.kinds.values():
             known[object()] = Kind((fastac.Policy("attn_only"), None, None))
-        return without_shapes(value)
+        return without_shapes(*args)
 
     monkeypatch.setattr(kinds, "without_shapes", meanwhile)
     train(block, itertools.repeat(2, 3), itertools.count(8))

@@ -34,6 +34,7 @@ W = support.WIDTH
 ALL = Policy("attn_only", linear=("*",))
 ALONE = Policy("linear_only", linear=("*",))
 FIRST = Policy("linear_only", linear=("first",))
+FFN = Policy("attn_only", linear=("ffn.0",))
 
 
 @pytest.fixture
@@ -345,6 +346,42 @@ def test_hooks_come_back_after_disable(products: Counter[str]) -> None:
         products.clear()
         output.sum().backward()
         assert not products["addmm"], enabled
+
+
+def disable_and_train(model: Any) -> None:
+    fastac.disable(model)
+    train_step(model, stack_inputs(2))
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        fastac.disable,
+        disable_and_train,
+        lambda model: fastac.enable(model, ALL, blocks="blocks"),
+        lambda model: fastac.enable(model, FFN, blocks="blocks"),
+        lambda model: fastac.enable(model, "attn_only", blocks="blocks"),
+        lambda model: fastac.verify(model, **stack_inputs(2)),
+    ],
+    ids=["disable", "disable and train", "the same policy", "other names", "attn_only", "verify"],
+)
+def test_a_graph_that_is_alive_meanwhile(meanwhile: Any, products: Counter[str]) -> None:
+    """Its recompute gets the products that its forward saved. No hook stays behind."""
+    model, inputs = stack(), stack_inputs()
+    expected, plain = train_step(model, inputs), state_of(model)
+    fastac.enable(model, ALL, blocks="blocks")
+    outputs, leaves = model(**inputs), support.leaves_of(model, inputs)
+    meanwhile(model)
+    for leaf in leaves.values():
+        leaf.grad = None
+    products.clear()
+    support.loss_of(outputs).backward()
+    assert not products["addmm"]
+    found = support.gradients(leaves)
+    support.assert_same(found, {name: expected[name] for name in found})
+    support.assert_same(train_step(model, inputs), expected)
+    fastac.disable(model)
+    assert state_of(model) == plain
 
 
 def test_products_are_intercepted_only_where_a_policy_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
