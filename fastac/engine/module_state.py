@@ -12,7 +12,6 @@ both began with, and hands it to the calls that are still to be recomputed.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +25,6 @@ from fastac.errors import FastacError
 SMALL, FEW = 2**16, 8
 """Bytes of a small buffer, and a number of buffers that are few. A block may begin to write in any step: if it has few
 buffers, the small ones are always copied."""
-
-_mode = operator.itemgetter("training")
 
 
 class Snapshot:
@@ -43,9 +40,10 @@ class Snapshot:
         self, owners: Sequence[dict[str, Any]], looks: bool, written: Collection[tuple[int, str]] = ()
     ) -> None:
         self.owners, self.looks, self.written = owners, looks, written
-        self.modes = list(map(_mode, owners))
+        self.modes = [own["training"] for own in owners]
+        self.dicts = [own["_buffers"] for own in owners]
         # Each dict of buffers that was not empty, and what was in it.
-        self.before = [(d, dict(d)) for own in owners if (d := own["_buffers"])]
+        self.before = [(d, dict(d)) for d in self.dicts if d] if any(self.dicts) else []
         # By tensor, which several modules may hold.
         self.versions: dict[torch.Tensor, int] = {}
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
@@ -116,15 +114,14 @@ class Snapshot:
 
     def _find_buffers(self) -> bool:
         """Whether the modules have buffers, or had some. Notes that dicts which are no longer empty were empty."""
-        filled = [d for own in self.owners if (d := own["_buffers"])]
-        if len(filled) > len(self.before):
+        if any(self.dicts):
             known = {id(d) for d, _ in self.before}
-            self.before += [(d, {}) for d in filled if id(d) not in known]
+            self.before += [(d, {}) for d in self.dicts if d and id(d) not in known]
         return bool(self.before)
 
     def is_current(self) -> bool:
         """Whether the modules have no buffers, and the modes that they had."""
-        return not self._find_buffers() and self.modes == list(map(_mode, self.owners))
+        return not self._find_buffers() and self.modes == [own["training"] for own in self.owners]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
@@ -133,7 +130,7 @@ class Snapshot:
         Its value: copy -> buffer.
         """
         copies = {tensor: self._copy(tensor) for tensor in self.copies}
-        modes, before = list(map(_mode, self.owners)), [(d, dict(d)) for d, _ in self.before]
+        modes, before = [own["training"] for own in self.owners], [(d, dict(d)) for d, _ in self.before]
         _put(self.owners, self.modes, self.before, copies)
         try:
             yield {copy: tensor for tensor, copy in copies.items()}
@@ -191,14 +188,22 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
         if looks or state.submodules is None:
             # Without the block's own attributes: they would refer to themselves, and outlive the block.
             state.submodules = _owners(inner for inner in module.modules() if inner is not module)
-        owners += (*_owners((module,)), *state.submodules)
-    written = states[0].written_buffers.union(*(state.written_buffers for state in states[1:]))
-    return Snapshot(owners, looks, written)
+        own = vars(module)
+        owners += (own, *state.submodules) if _has_state(own) else state.submodules
+    written = states[0].written_buffers
+    return Snapshot(
+        owners, looks, written.union(*(state.written_buffers for state in states)) if states[1:] else written
+    )
 
 
 def _owners(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
-    """The attributes of some modules. In TorchScript, modes and buffers are not among them."""
-    return [own for own in map(vars, modules) if "training" in own and isinstance(own.get("_buffers"), dict)]
+    """The attributes of some modules."""
+    return [own for own in map(vars, modules) if _has_state(own)]
+
+
+def _has_state(own: dict[str, Any]) -> bool:
+    """Whether modes and buffers are among the attributes of a module: not if it is of TorchScript."""
+    return "training" in own and isinstance(own.get("_buffers"), dict)
 
 
 def _size(tensor: torch.Tensor) -> int:
