@@ -49,12 +49,12 @@ class Snapshot:
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         small = SMALL if sum(len(tensors) for _, tensors in self.before) <= FEW else -1
         for key, tensor in self._tensors():
-            if tensor in self.versions or not isinstance(tensor, torch.Tensor) or tensor.is_inference():
+            if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
                 continue
             self.versions[tensor] = tensor._version
             if looks or key in written or _size(tensor) <= small:
-                # Uninitialized and quantized tensors, and some subclasses, cannot be copied.
-                with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                # Quantized tensors and some subclasses cannot be copied.
+                with contextlib.suppress(NotImplementedError, RuntimeError):
                     self.copies[tensor] = torch_private.clone(tensor.detach(), tensor.stride())
 
     def _tensors(self) -> Iterator[tuple[tuple[int, str], Any]]:

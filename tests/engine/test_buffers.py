@@ -438,6 +438,22 @@ def test_a_block_that_begins_to_write_later(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(str(caught.value).splitlines()) <= 5
 
 
+def test_buffers_that_get_their_shape_in_the_first_call() -> None:
+    """Their values of the first step may differ (docs/limits.md), gradients may not."""
+
+    def train(policy: str) -> Tensors:
+        torch.manual_seed(1)
+        block, found = Stateful(Statistics), {}
+        block.first.norm = torch.nn.LazyBatchNorm1d()
+        for step in range(3):
+            loss = support.loss_of(by_block(block, policy, **support.stack_inputs(step, batch=2)))
+            loss.backward()
+            found[f"gradient {step}"] = block.self_out.weight.grad.clone()
+        return found
+
+    support.assert_same(train("attn_only"), train("none"))
+
+
 def test_storage_that_is_freed() -> None:
     """The block frees a weight that was streamed, right after its use."""
     weight = torch.randn(WIDTH, WIDTH)
