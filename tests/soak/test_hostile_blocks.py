@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests.soak import hostile_blocks
-from tests.soak.hostile_blocks import KNOWN, WRITTEN, Program, check, shortest
+from tests.soak.hostile_blocks import KNOWN, ORDERED, WRITTEN, Program, check, shortest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROGRAMS, CHUNK = 4000, 200
-SAMPLE = range(PROGRAMS, PROGRAMS + 20)
+SAMPLES = range(PROGRAMS, PROGRAMS + 20), range(ORDERED + PROGRAMS, ORDERED + PROGRAMS + 15)
 LIMITS = Path(__file__).parents[2] / "docs" / "limits.md"
 
 
@@ -32,13 +32,14 @@ def run(seeds: range) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+@pytest.mark.parametrize("first", [*range(0, PROGRAMS, CHUNK), *range(ORDERED, ORDERED + PROGRAMS, CHUNK)])
 def test_programs(first: int) -> None:
     run(range(first, first + CHUNK))
 
 
-def test_a_sample() -> None:
-    run(SAMPLE)
+@pytest.mark.parametrize("sample", SAMPLES, ids=["lines at random", "buffers in any order"])
+def test_a_sample(sample: range) -> None:
+    run(sample)
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
