@@ -1,12 +1,12 @@
 """What a block may change in its modules: their buffers, and whether they are in training mode.
 
-A forward begins with a `Snapshot` of both, and each recompute runs on it: on copies of the buffers that were written
-since, in the mode of the forward. Afterwards the modules are as the forward left them, so counters, running statistics
-and codebooks are written once. In the steps whose values are compared all buffers are copied, which shows the ones that
-the block writes. From then on these are copied in every step.
+A forward begins with a `Snapshot` of both, and each recompute runs on it: in the mode of the forward, on copies of its
+buffers. Afterwards the modules are as the forward left them, so counters, running statistics and codebooks are written
+once. In the steps whose values are compared all buffers are copied, which shows the ones that the block writes. From
+then on these are copied in every step, and small ones always.
 
-A call may read a buffer before another call of the step is the first to write it. Then the writer has a copy of what
-both began with, and hands it to the calls that are still to be recomputed.
+A call may read a large buffer before another call of the step is the first to write it. Then the writer has a copy of
+what both began with, and hands it to the calls that are still to be recomputed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fastac.engine.process import process
 from fastac.errors import FastacError
 
 SMALL, FEW = 2**16, 8
-"""Bytes of a small buffer, and a number of buffers that are few. A block may begin to write in any step: if it has few
-buffers, the small ones are always copied."""
+"""Bytes of a small buffer, and a number of buffers that are few. Whoever writes them, and in whichever step: if a block
+has few buffers, the small ones are always copied."""
 
 
 class Snapshot:
@@ -47,12 +47,12 @@ class Snapshot:
         # By tensor, which several modules may hold.
         self.versions: dict[torch.Tensor, int] = {}
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
-        small = SMALL if sum(len(tensors) for _, tensors in self.before) <= FEW else -1
+        self.small = SMALL if sum(len(tensors) for _, tensors in self.before) <= FEW else -1
         for key, tensor in self._tensors():
             if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
                 continue
             self.versions[tensor] = tensor._version
-            if looks or key in written or _size(tensor) <= small:
+            if looks or key in written or _size(tensor) <= self.small:
                 # Quantized tensors and some subclasses cannot be copied.
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     self.copies[tensor] = torch_private.clone(tensor.detach(), tensor.stride())
@@ -81,7 +81,7 @@ class Snapshot:
         }
 
     def end_forward(self, function: Any, modules: Iterable[torch.nn.Module]) -> None:
-        """The forward of a function has ended: keep copies only of what its modules write.
+        """The forward of a function has ended: keep no copies of large buffers that its modules do not write.
 
         Raises FastacError for a large buffer that they begin to write in a step without copies.
         """
@@ -103,7 +103,8 @@ class Snapshot:
                 f"no copy of it: recompute would begin with what the forward left, and gradients would be wrong.\n"
                 f"From now on it is copied: run the step again, or resume from a checkpoint."
             )
-        self.copies = {tensor: self.copies[tensor] for tensor in written.values() if tensor in self.copies}
+        kept = set(written.values())
+        self.copies = {t: copy for t, copy in self.copies.items() if t in kept or _size(t) <= self.small}
         # Regions that began with the same value, and read it without a copy.
         readers: list[Snapshot] = [*process.snapshots.copy().values()] if changed else []
         for reader in readers:
@@ -161,12 +162,12 @@ def _put(
 def in_place_of(saved: torch.Tensor, buffers: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The buffer, or the view of it, that autograd saves without checkpointing where a recompute saves a copy.
 
-    Backward then reads what the buffer holds at that time, also after a write that no version shows (`data`, batch
-    norm). After any other write autograd would raise: then it is the copy, which has the value of the forward.
+    Backward reads what it holds at that time, as after a write that no version shows (`data`, batch norm), and raises
+    after any other write.
     """
     copy = saved if saved._base is None else saved._base
     buffer = buffers.get(copy)
-    if buffer is None or buffer._version != saved._version or buffer.dtype != saved.dtype:
+    if buffer is None or buffer.dtype != saved.dtype:
         return saved
     if copy is saved:
         return buffer

@@ -393,7 +393,7 @@ class _Recompute:
             now = torch_private.metadata(tensor)
             kept = in_place_of(tensor, self.buffers).detach() if self.buffers else detached
             self.tensors[slot] = kept, now[-1]
-            if self.compares_metadata and slot.metadata != now:
+            if self.compares_metadata and (slot.metadata != now or (self.buffers and kept._version != now[-1])):
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
             self.comparison.add_values(tensor if slot is not None else None)

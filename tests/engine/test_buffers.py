@@ -577,10 +577,20 @@ ORDERS: dict[str, tuple[type[AttentionBlock], list[list[str]]]] = {
 
 
 @pytest.mark.parametrize("backwards", [1, 2, -2], ids=["one backward", "in order", "last first"])
-@pytest.mark.parametrize("policy", ["attn_only", "full"])
-@pytest.mark.parametrize("name", ORDERS)
-def test_what_a_call_read_is_there_for_its_recompute(name: str, policy: str, backwards: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "policy", "size"),
+    [
+        *[(name, policy, "small") for name in ORDERS for policy in ("attn_only", "full")],
+        # Of large buffers one is copied that is known to be written.
+        *[(name, "full", "large") for name in ORDERS if "step 3" not in name],
+    ],
+)
+def test_what_a_call_read_is_there_for_its_recompute(
+    name: str, policy: str, size: str, backwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever writes it later in the step."""
+    if size == "large":
+        monkeypatch.setattr("fastac.engine.module_state.SMALL", -1)
 
     def train(policy: str) -> Tensors:
         torch.manual_seed(1)
@@ -588,6 +598,28 @@ def test_what_a_call_read_is_there_for_its_recompute(name: str, policy: str, bac
         return run_calls(block(), policy, steps, backwards)
 
     support.assert_same(train(policy), train("none"))
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "without gradients"])
+def test_a_small_buffer_that_others_write_before_backward(write: str) -> None:
+    """A trainer, or a call that is not checkpointed, begins to do so in step 3."""
+
+    def train(policy: str) -> Tensors:
+        torch.manual_seed(1)
+        block, found = Centered(), {}
+        for step in range(6):
+            inputs = support.stack_inputs(step)
+            loss = support.loss_of(by_block(block, policy, **inputs))
+            with torch.no_grad():
+                if step >= 3 and write == "without gradients":
+                    by_block(block, policy, **inputs, update="update")
+                elif step >= 3:
+                    (block.mean.data if write == "data" else block.mean).add_(step)
+            loss.backward()
+            found[f"gradient {step}"] = block.self_out.weight.grad.clone()
+        return found
+
+    support.assert_same(train("full"), train("none"))
 
 
 def test_modules_that_are_in_another_mode_than_the_block() -> None:
