@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +14,8 @@ from fastac.engine.results import Kind, RegionResult
 
 logger = logging.getLogger("fastac")
 
-SIGNATURES = 4
-"""So many input signatures that differ only in shapes are observed, if their regions make the same calls; twice as many
-if not. After that, regions of any other shapes are one kind: of smaller shapes only, if the policy saved nothing in
-those that were observed, because their attention was too short."""
+SIGNATURES = 8
+"""So many input signatures that differ only in shapes and lengths are observed. After that, all others are one kind."""
 
 
 def state_of_function(function: Any) -> BlockState:
@@ -33,51 +29,17 @@ def state_of_function(function: Any) -> BlockState:
 def kind_of(function: Any, key: tuple[object, ...]) -> Kind:
     """The kind of a region of a function. key: as in `Kind`."""
     known = _kinds_of(function)
-    kind = known.get(key)
-    if kind is None:
-        kind = _kind_of_any_shape(known, key)
-    if kind is None:
-        # Shapes and lengths are bounded by SIGNATURES. Flags and classes among the inputs are part of the key as well.
-        if len(known) >= MANY:
+    if key not in known:
+        shapeless = without_shapes(key)
+        # A copy of the values: other threads may add kinds.
+        alike = [kind for kind in list(known.values()) if without_shapes(kind.key) == shapeless]
+        # Regions whose attention was too short to be saved say nothing of longer ones.
+        if sum(kind.is_judged or elements_in(kind.key) >= elements_in(key) for kind in alike) >= SIGNATURES:
+            key = shapeless
+        # Flags and classes among the inputs are part of the key as well.
+        elif len(known) >= MANY:
             known.clear()
-        kind = known[key] = Kind(key)
-    return kind
-
-
-def _kind_of_any_shape(known: dict[object, Kind], key: tuple[object, ...]) -> Kind | None:
-    """The kind of all regions whose inputs differ from those of a key only in shapes; None before enough were observed.
-
-    A run whose lengths never repeat would observe every region otherwise.
-    """
-    shapeless = without_shapes(key)
-    kind = known.get(shapeless)
-    if kind is None or not _covers(kind, key):
-        # A copy of the values: other threads may add kinds. A key without shapes is never one of those that are alike.
-        alike = [kind for kind in list(known.values()) if kind.first and without_shapes(kind.key) == shapeless]
-        judged = [kind for kind in alike if kind.is_judged]
-        kind = _common(shapeless, judged, math.inf)
-        if kind is None:
-            # Attention in them was too short to be saved. A smaller input cannot make it longer.
-            kind = _common(shapeless, alike, max((elements_in(kind.key) for kind in alike), default=0))
-        if kind is not None:
-            known[shapeless] = kind
-    return kind if kind is not None and _covers(kind, key) else None
-
-
-def _common(key: tuple[object, ...], alike: Sequence[Kind], elements: float) -> Kind | None:
-    """A kind for what these kinds have in common; None if these are too few. elements: the most of inputs it covers."""
-    results = [kind.first for kind in alike if kind.first is not None]
-    if len(results) < SIGNATURES * (1 if len({result.ops for result in results}) == 1 else 2):
-        return None
-    # A later region that makes more calls than this is not a sign of hidden attention; one that makes fewer is watched.
-    fewest = min(results, key=lambda result: result.count)
-    # Each length may take a path of its own. The report names what runs again in any of them.
-    unknown = dict.fromkeys(name for result in results for name in result.unknown)
-    return Kind(key, dataclasses.replace(fewest, unknown=tuple(unknown)), elements)
-
-
-def _covers(kind: Kind, key: object) -> bool:
-    return kind.elements == math.inf or elements_in(key) <= kind.elements
+    return known.setdefault(key, Kind(key))
 
 
 def elements_in(value: Any) -> float:

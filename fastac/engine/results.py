@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from fastac.registry import BoundOp
@@ -71,8 +70,6 @@ class Kind:
     """Policy, signatures of the arguments, and the classes of the modules that a function holds."""
     first: RegionResult | None = None
     """The result of its first region. None until that has ended: the region is observed."""
-    elements: float = math.inf
-    """Of a kind of any shape: inputs of its regions have no more elements than this."""
 
     @property
     def is_judged(self) -> bool:
