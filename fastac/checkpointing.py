@@ -259,7 +259,7 @@ class _RegionCall:
             outputs = self._run_observed(region, tape, observation)
         else:
             outputs = self._run_expected(region, tape)
-        if stash is not None:
+        if stash is not None and region.slots:
             region.offload(self.args, stash)
         return outputs
 
@@ -315,7 +315,7 @@ class _RegionCall:
             self._remember(result, tape)
         elif self.observed_state.is_watched(self.kind):  # else another thread ran the first region meanwhile
             self.observed_state.observed(self.kind, is_fewer=result.count < first.count)
-        self._note(result, tape, graphs.time())
+        self._note(region, result, tape, graphs.time())
         return outputs
 
     def _run_expected(self, region: Region, tape: Tape) -> Any:
@@ -340,11 +340,13 @@ class _RegionCall:
                 diagnosis.warn_of_fewer(self.function)
             elif result.count < first.count:
                 self.observed_state.watch(self.kind)
-        self._note(result, tape, compilations)
+        self._note(region, result, tape, compilations)
         return outputs
 
-    def _note(self, result: RegionResult, tape: Tape, compilations: int) -> None:
+    def _note(self, region: Region, result: RegionResult, tape: Tape, compilations: int) -> None:
         """Note what the region did, for reports and for the next region. compilations: so many were seen so far."""
+        if not region.slots:
+            tape.communication, result = None, RegionResult(result.attention_calls, (), has_graph=False)
         for collector in process.collectors:
             collector.append(result)
         # Functions that are not blocks share a state by their code, so none of them has a latest region.

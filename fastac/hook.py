@@ -100,14 +100,6 @@ class Enabled:
             return ""
         return self.planner.latest.why if self.planner.latest else "nothing was planned yet"
 
-    def policy_as_given(self) -> Policy | Planner | dict[str, Policy]:
-        """The policy as `enable` takes it: a mapping of block names if blocks have policies of their own."""
-        if self.planner is not None:
-            return self.planner
-        if isinstance(self.policy, Policy):
-            return self.policy
-        return {name: self.policy_of(block) for name, block in self.blocks.items()}
-
     def attach(self) -> None:
         """Make the model call fastac for its blocks. Raises FastacError if a host or a Linear module refuses."""
         self.host.attach()

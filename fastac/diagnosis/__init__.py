@@ -55,10 +55,12 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
         blocks: each block, with its policy.
 
     Raises:
-        PolicyNotAppliedError: regions ran, and nothing was saved in any.
+        PolicyNotAppliedError: regions ran that backward runs again, and nothing was saved in any.
     """
     states = [state for state in map(known_state, blocks) if state is not None]
-    results = [state.latest for state in states if state.latest is not None]
+    results = [state.latest for state in states if state.latest is not None and state.latest.has_graph]
+    for state in () if results else states:
+        state.latest = None  # a forward that is frozen as a whole says nothing of the next one, whose blocks may train
     ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for result in results for call in result.calls))
     saved = any(result.products or any(call.saved for call in result.calls) for result in results) or any(
         state.communication is not None and state.communication.saved for state in states

@@ -164,9 +164,11 @@ def known_state(block: torch.nn.Module) -> BlockState | None:
     return vars(block).get(_STATE)
 
 
-def forget_state(block: torch.nn.Module) -> None:
-    """Remove the state of a block."""
+def set_state(block: torch.nn.Module, state: BlockState | None) -> None:
+    """Give a block a state, or none."""
     vars(block).pop(_STATE, None)
+    if state is not None:
+        vars(block)[_STATE] = state
 
 
 def code_of(function: Any) -> Any:

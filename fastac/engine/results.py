@@ -50,6 +50,8 @@ class RegionResult:
     """FLOPs of the forward; 0 if the region was not observed."""
     saved_flops: int = 0
     """The part of `flops` that the saved attention takes."""
+    has_graph: bool = True
+    """Autograd saved something. Otherwise, as of a frozen block, the region holds nothing and never runs again."""
 
     @property
     def ops(self) -> tuple[BoundOp, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import forget_state, inside
+from fastac.engine.blocks import inside, set_state
 from fastac.engine.checkpoint_wrappers import call_plainly, is_wrapper
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
@@ -107,7 +107,7 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     blocks = blocks_given(copied, blocks)
     detach_all(copied)  # what is enabled on the model is not simulated
     for module in copied.modules():
-        forget_state(module)  # states differ, so blocks with states would never be alike
+        set_state(module, None)  # states differ, so blocks with states would never be alike
     containers = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False

@@ -197,16 +197,12 @@ def deterministic_kernels() -> Iterator[None]:
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_deterministic_debug_mode("error")
     # torch fills new memory with NaN by default. That takes time, and nothing here reads it.
-    _fill_memory(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        _fill_memory(fill)
-
-
-def _fill_memory(fill: bool) -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 def two_runs(step: Callable[[], Tensors]) -> Runs:

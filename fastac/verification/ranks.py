@@ -46,13 +46,9 @@ class ComparedSteps:
             self.expected = reference_step(True)
         self.kernels, self.is_deterministic, self.remark = self.expected.kernels, False, ""
         # `expected` stays for its figures. With its tensors, two references would be held once `runs` is replaced.
-        self.runs = Runs(
-            {
-                name: tensor
-                for name, tensor in self.expected.take_tensors().items()
-                if with_buffers or not name.startswith("buffer ")
-            }
-        )
+        tensors = self.expected.take_tensors()
+        self.runs = Runs({name: tensors[name] for name in tensors if with_buffers or not name.startswith("buffer ")})
+        del tensors
         self.later = self._add_policy(True)
         """The step of the policy from which the figures are taken."""
         # Every rank takes part in both exchanges, whatever it found itself: the others would wait for it.
@@ -111,18 +107,16 @@ class ComparedSteps:
         if not self.group.is_one_process:
             # An op without a deterministic kernel raises in the middle of a backward. DDP and FSDP would stay in it.
             return None
-        kernels: tuple[str, ...] = ()
+        steps: list[Step] = []
 
         def step() -> Tensors:
-            nonlocal kernels
-            deterministic = self.reference_step(True)
-            kernels = deterministic.kernels
-            return deterministic.take_tensors()
+            steps.append(self.reference_step(True))
+            return steps[-1].take_tensors()
 
         runs, refused = deterministic_runs(step)
         # SDPA may take flash attention for cuDNN's here. The result names the kernels that were compared.
         if runs is not None:
-            self.kernels = kernels
+            self.kernels = steps[-1].kernels
         # torch refuses cuBLAS without this variable; pytorch/pytorch#161749 is about removing the check.
         if "CUBLAS_WORKSPACE_CONFIG" in refused:
             self.remark = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"

@@ -29,13 +29,13 @@ MOST_UNKNOWN = 0.2
 class RecomputeProfile:
     """What the recomputes of a step ran: ops and autograd.Functions as the block calls them, not what they call.
 
-    In compiled code, these are the ops that it calls.
+    In compiled code, these are the ops that it calls. Attention that a tape answered is left out: no kernel ran.
     """
 
     times: Mapping[str, int]
     """The time of each op or Function, in ns: of its kernels if an accelerator ran them, else of the op itself."""
     marks: Mapping[str, str]
-    """By op or Function, "saved" (attention returned from the tape), "known" (torch's, or with a row) or "unknown"."""
+    """By op or Function, "known" (torch's, or with a row) or "unknown"."""
     on_device: bool
     """Whether `times` are those of kernels."""
 
@@ -60,7 +60,7 @@ class RecomputeProfile:
         }
 
     def __str__(self) -> str:
-        table = new_table(f"What recompute ran, most time first, by {'device' if self.on_device else 'op'} time")
+        table = new_table(f"What recompute ran, by {'device' if self.on_device else 'op'} time")
         for heading in ("op or autograd.Function", "share", "status"):
             table.add_column(heading, justify="right" if heading == "share" else "left")
         for name, share in list(self.shares().items())[:MOST_LISTED]:
@@ -131,13 +131,12 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
         is_known = _is_known(name) or name in bound if "::" in name else functions[name]
         # A user's Function that spends most of its time in a known attention is known as well. With less, it may hide
         # another kernel beside that attention.
-        if name in inside and (is_known or 2 * inside[name].total() > time):
-            # Under `min_kv`, some calls of an op are saved and others run again: the op is saved only if none ran.
-            saved = all(answered.get(op, 0) >= called[op] for op in inside[name])
-            marks[name] = "saved" if saved else "known"
-        else:
-            marks[name] = "known" if is_known else "unknown"
-    return RecomputeProfile(device_times or op_times, marks, bool(device_times)) if op_times else None
+        is_attention = name in inside and (is_known or 2 * inside[name].total() > time)
+        # Under `min_kv`, some calls of an op are saved and others run again: it is left out only if none ran.
+        if not is_attention or any(answered.get(op, 0) < called[op] for op in inside[name]):
+            marks[name] = "known" if is_known or is_attention else "unknown"
+    times = {name: time for name, time in (device_times or op_times).items() if name in marks}
+    return RecomputeProfile(times, marks, bool(device_times)) if times else None
 
 
 def _is_known(op: str) -> bool:

@@ -242,7 +242,7 @@ def _container_report(
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
     # A graph runs these blocks now. Their latest region is of an earlier, eager step.
     states = block_states(block for name, block in container.blocks.items() if name not in compiled)
-    seen = [state for state in states if state.latest is not None]
+    seen = [state for state in states if state.latest is not None and state.latest.has_graph]
     results: list[Any] = [state.latest for state in seen]
     calls = [call for result in results for call in result.calls]
     calls += [call for decided in compiled.values() for call in decided]

@@ -54,14 +54,14 @@ def executed_attention(on_device: bool = False) -> Iterator[Executed]:
         # `list.remove` compares by value, and could take another counter with the same counts.
         process.replayed_calls[:] = [counter for counter in process.replayed_calls if counter is not answered]
     names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
-    ends: Counter[tuple[int, str]] = Counter()  # thread and op -> the end of the last counted call
+    ends: Counter[int] = Counter()  # thread -> the end of the last counted call
     events = profiled_events(profiled)
     for event in events:
         thread, name = event.start_thread_id(), event.name()
-        # If a call is inside a call of the same op, a dispatch mode or a tensor subclass made it: count the outer call.
-        if name in names and event.start_ns() >= ends[thread, name]:
+        # If a call is inside another, a dispatch mode, a tensor subclass or a kernel made it: count the outer call.
+        if name in names and event.start_ns() >= ends[thread]:
             ran[name] += 1
-            ends[thread, name] = event.end_ns()
+            ends[thread] = event.end_ns()
     ran.subtract(answered)
     ran.recompute = recompute_of(events, answered)
 
@@ -79,6 +79,8 @@ class Step:
     """Ids of the compilations whose graphs ran."""
     in_graph: bool = False
     """Whether `calls` were decided while these graphs were traced: no region is seen while a graph runs."""
+    frozen: int = 0
+    """Attention kernels that ran in the forward of regions without a graph."""
     products: list[Product] = dataclasses.field(default_factory=list)
     offloaded: Offloaded | None = None
     kernels: tuple[str, ...] = ()
@@ -150,6 +152,7 @@ def run_step(
         executions=(forward.total(), backward.total()),
         calls=[call for region in regions for call in region.calls],
         graphs=compiled,
+        frozen=sum(len(region.attention_calls) for region in regions if not region.has_graph),
         products=[product for region in regions for product in region.products],
         offloaded=offloaded_by(model.modules()),
         kernels=tuple(sorted(name for name, count in forward.items() if count)),

@@ -7,6 +7,7 @@ more if results differ. step.py says what a step is, noise.py when a difference 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -22,17 +23,17 @@ from fastac import errors, hook
 from fastac.backends.plugins import prepare
 from fastac.checkpointing import checkpoint
 from fastac.engine import checkpoint_wrappers
-from fastac.engine.blocks import forget_state, known_state
+from fastac.engine.blocks import known_state, set_state
 from fastac.engine.generators import generators_preserved
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
-from fastac.policy import Policy, resolve
+from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.ranks import ComparedSteps, RunStep
 from fastac.verification.recompute import RecomputeProfile, latest
-from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls
+from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls, report
 from fastac.verification.step import Step, fresh, run_step
 from fastac.verification.tables import new_table, render, wrapped
 
@@ -78,6 +79,8 @@ class Verification:
     """Whether results are bitwise equal, but only with torch's deterministic kernels."""
     kernels: tuple[str, ...] = ()
     """Attention ops of a training step."""
+    elsewhere: tuple[int, int] = (0, 0)
+    """Executions in the forward outside of blocks (0 if not known), and in blocks that no backward runs again."""
     compared_kernels: tuple[str, ...] = ()
     """Attention ops of the steps that were compared. They differ from `kernels` if those are not deterministic."""
     remark: str = ""
@@ -99,6 +102,9 @@ class Verification:
         same, once = forward[0] == forward[1], self.policy_executions[1] <= self.allowed_again
         unseen = "none seen" if not forward[0] else ""
         table.add_row("attention runs in forward", str(forward[0]), str(forward[1]), unseen or _yes(same))
+        for where, count in zip(("outside of blocks", "in frozen blocks"), self.elsewhere, strict=True):
+            if count > 0:
+                table.add_row(f"of them {where}", "", str(count), "")
         table.add_row("attention runs in backward", str(backward[0]), str(backward[1]), unseen or _yes(once))
         table.add_row("attention calls saved", "", f"{self.saved} of {self.saved + self.recomputed}", "")
         if self.linear_saved:
@@ -147,6 +153,8 @@ def verify(
     generator states and checkpointing are as before. With several processes, every rank must call it. If it raises on
     one rank, it raises on all.
 
+    An enabled model is verified as it is now: if fastac was switched off since `enable`, that is an error.
+
     Args:
         model: a diffusers model, a model that is enabled, or any module, which is then taken as one block.
         args, kwargs: the arguments of one call of the model.
@@ -159,7 +167,7 @@ def verify(
         What was measured, and a table when printed.
 
     Raises:
-        PolicyNotAppliedError: attention that was to be saved ran again, or none was saved.
+        PolicyNotAppliedError: attention that was to be saved ran again, or none was saved; fastac was switched off.
         FastacError: a result differs, or an option cannot be honoured.
 
     Example:
@@ -187,20 +195,21 @@ class _Verifier:
     reference: str
     per_block: bool
 
-    enabled: hook.Enabled | None = None
-    """What `enable` put on the model for the latest step of the policy."""
-
     def __post_init__(self) -> None:
         """Check the arguments. The policy and the blocks are those of the enabled model if they are not given."""
         if self.reference not in ("none", "full"):
             raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
         self.inner: Any = check_whole(self.model, "verify")
         prepare()
-        enabled = hook.enabled_on(self.inner)
-        self.is_enabled = enabled is not None
+        self.found, enabled = report(self.inner), hook.enabled_on(self.inner)
+        # To enable the model anew would put back what was changed since.
+        self.is_as_found = enabled is not None and self.policy is None and self.blocks is None
+        if self.is_as_found and not self.found.active:
+            what = self.found.problem.partition(". ")[0]
+            raise PolicyNotAppliedError(f"verify: {what}.\nUndo that, or call fastac.enable again.")
         # A block that is trained with "none" would raise here under the comparison by value.
         self.determinism_check = "default" if enabled is None else enabled.determinism_check
-        # The policy's steps enable the model anew, so they take the blocks that it was enabled with.
+        # `hook.enable` takes the blocks that the model is enabled with.
         if enabled is not None and enabled.host.forwards and self.blocks is None:
             self.blocks = list(enabled.blocks.values())
         if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
@@ -209,18 +218,20 @@ class _Verifier:
                 "kind of checkpoint says what it saves."
             )
         if self.policy is None:
-            self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
+            self.policy = "attn_only" if enabled is None else enabled.planner or enabled.policy
+        if enabled is not None and isinstance(self.policy, BlockPolicies):
+            self.policy = {name: enabled.policy_of(block) for name, block in enabled.blocks.items()}
 
     def verify(self) -> Verification:
         """Take the steps and compare them. Raises as the public `verify`."""
-        with _as_found(self.inner):
+        with _as_found(self.inner), contextlib.nullcontext() if self.is_as_found else _disabled(self.inner):
             if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
                 result = self._verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
-            elif self.per_block:
-                result = self._verify_blocks()
             else:
-                self._enable(self.policy)
-                result = self._compare(self._reference_step, self._policy_step, None)
+                if not self.is_as_found:
+                    hook.enable(self.inner, self.policy, blocks=self.blocks, determinism_check=self.determinism_check)
+                steps = self._reference_step, self._policy_step
+                result = self._verify_blocks() if self.per_block else self._compare(*steps)
         _raise_if_broken(result)
         if result.recompute is not None:
             latest[self.inner] = result.recompute
@@ -235,33 +246,21 @@ class _Verifier:
                 )
         return result
 
-    def _enable(self, policy: Any) -> Any:
-        hook.enable(self.inner, policy, blocks=self.blocks, determinism_check=self.determinism_check)
-        return hook.enabled_on(self.inner)
-
     def _reference_step(self, is_counted: bool) -> Step:
         """A step of the whole model without fastac."""
-        hook.disable(self.inner)
         # A trainer's CheckpointWrappers would checkpoint the reference, too.
-        with checkpoint_wrappers.idle(self.inner):
+        with _disabled(self.inner), checkpoint_wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
-                self._enable("full")
+                hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
             elif self.reference == "full":
                 self.inner.enable_gradient_checkpointing(_full_checkpoint)
             elif self.blocks is None:
                 self.inner.disable_gradient_checkpointing()
-            step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
-            # `_policy_step` enables the model only if nothing is enabled on it.
-            hook.disable(self.inner)
-        return step
+            return run_step(self.model, self.model, self.args, self.kwargs, is_counted)
 
     def _policy_step(self, is_counted: bool) -> Step:
         """A step of the whole model, enabled."""
-        # Only if the reference disabled it: enabling again would make a compiled model compile again.
-        if hook.enabled_on(self.inner) is None:
-            self._enable(self.policy)
         step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
-        self.enabled = hook.enabled_on(self.inner)
         if step.calls or not step.graphs:
             return step
         # The model is compiled as a whole: its regions are inside graphs, and their calls were decided in the trace.
@@ -272,10 +271,9 @@ class _Verifier:
         """Verify each block by itself, on the inputs that it has in a full-checkpointed forward of the model."""
         if self.blocks is not None:
             raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-        enabled = self._enable(self.policy)
+        enabled: Any = hook.enabled_on(self.inner)
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        hook.disable(self.inner)
-        with checkpoint_wrappers.idle(self.inner):
+        with _disabled(self.inner), checkpoint_wrappers.idle(self.inner):
             self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
             _run_forward(self.model, self.args, self.kwargs)
         # Ranks exchange what they found in each block: a rank with fewer blocks would leave the others waiting.
@@ -297,14 +295,14 @@ class _Verifier:
 
         return self._compare(functools.partial(step_of, reference), functools.partial(step_of, checkpointed), policy)
 
-    def _compare(self, reference_step: RunStep, policy_step: RunStep, policy: Policy | None) -> Verification:
+    def _compare(self, reference_step: RunStep, policy_step: RunStep, policy: Policy | None = None) -> Verification:
         """Take steps and compare them. policy: of a single block; None for those of the enabled model."""
         # The reference "full" is torch's checkpoint, whose recompute writes buffers a second time: do not compare them.
         with_buffers = self.reference != "full"
         compared = ComparedSteps(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
         runs, expected, later = compared.runs, compared.expected, compared.later
         # Policy "auto" plans in the first of these steps.
-        enabled = self.enabled if policy is None else None
+        enabled = hook.enabled_on(self.inner) if policy is None else None
         used, name = (policy, str(policy)) if enabled is None else (enabled.policy, enabled.policy_name)
         plan = "" if enabled is None else enabled.plan_in_words
         # The message lists only the first five: the largest differences.
@@ -335,10 +333,11 @@ class _Verifier:
             linear_bytes=sum(product.saved_bytes for product in later.products),
             compiled=compared.is_compiled,
             offloaded=later.offloaded,
-            is_enabled=self.is_enabled,
+            is_enabled=self.found.active,
             runs=runs.count,
             deterministic=compared.is_deterministic and not runs.different,
             kernels=expected.kernels,
+            elsewhere=(0 if unseen else later.executions[0] - len(later.calls) - later.frozen, later.frozen),
             compared_kernels=compared.kernels,
             remark="\n".join(filter(None, (plan, compared.remark))),
             recompute=later.recompute,
@@ -399,7 +398,7 @@ def _raise_if_broken(result: Verification) -> None:
             f"{under}: {max(again, 0)} attention kernels that were to be saved ran again in backward.\n{result}"
         )
     # Under `min_kv`, and if blocks have policies of their own, it may be right that no call was saved.
-    saves_all = result.policy.startswith("attn_only") and "min_kv" not in result.policy
+    saves_all = result.policy.startswith("attn_only") and "min_kv" not in result.policy and not result.elsewhere[1]
     # If no known attention ran, the counts are equal and prove nothing.
     if "attn_only" in result.policy and (ran == 0 or (saves_all and result.saved == 0)):
         raise PolicyNotAppliedError(
@@ -432,17 +431,15 @@ def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> A
 
 @contextlib.contextmanager
 def _as_found(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model at the end: gradients, buffers, generator states, checkpointing, and states of blocks.
+    """Restore a model at the end: gradients, buffers, generator states, and states of blocks.
 
-    Inside, checkpointing by fastac is off at first, and regions have kinds of their own.
+    Inside, blocks are in the state in which `enable` leaves them, and regions have kinds of their own.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = [(module, known_state(module)) for module in model.modules()]
-    before = [(state, dataclasses.replace(state)) for _, state in states if state is not None]
-    enabled = hook.enabled_on(model)
-    hook.disable(model)
-    # These are the flags of the model's own checkpointing, so they are read after `disable`.
-    switches = switches_of(model)
+    for module, state in states:
+        # A copy is as new. Regions whose backward is still to come hold the state itself, which stays as it is.
+        set_state(module, copy.copy(state))
     # What other models of the process observed stays as it is. Kinds are by block: verify proves each block.
     results, process.kinds, process.kinds_are_of_one_block = process.kinds, weakref.WeakKeyDictionary(), True
     try:
@@ -450,21 +447,35 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
             yield
     finally:
         process.kinds, process.kinds_are_of_one_block = results, False
-        try:
-            # This raises if somebody wrapped a forward meanwhile. The inner `finally` restores gradients even then.
-            hook.disable(model)
-            # These come before `attach`, which sets the same switches for fastac.
-            for switch in switches:
-                switch.restore()
-            if enabled is not None:
-                enabled.attach()
-        finally:
-            for state, earlier in before:
-                # Regions hold the state objects, so their values are put back, not the objects.
-                vars(state).update(vars(earlier))
-            for module, known in states:
-                # The report would count a state that verify made as that of a block that trained.
-                if known is None:
-                    forget_state(module)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        for module, state in states:
+            set_state(module, state)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _disabled(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, fastac is off, and the model's own checkpointing may be set. At the end both are as they were.
+
+    What was changed since `enable` stays changed, which `attach` would put right.
+    """
+    enabled = hook.enabled_on(model)
+    owners = [*model.modules(), *([] if enabled is None else [enabled, enabled.host, enabled.wrappers])]
+    parts = [vars(owner) for owner in owners]
+    parts += [hooks for part in parts for name, hooks in part.items() if "hooks" in name and isinstance(hooks, dict)]
+    before = [dict(part) for part in parts]
+    hook.disable(model)
+    after = [dict(part) for part in parts]
+    # These are the flags of the model's own checkpointing, so they are read after `disable`.
+    switches = switches_of(model)
+    try:
+        yield
+    finally:
+        hook.disable(model)  # raises if somebody wrapped a forward meanwhile
+        for switch in switches:
+            switch.restore()
+        for part, old, new in zip(parts, before, after, strict=True):
+            now = part | {key: value for key, value in old.items() if new.get(key, old) is not value}
+            part.clear()
+            # In their order: the user may have hooks on both sides of fastac's.
+            part.update({key: now[key] for key in [*old, *now] if key in now})

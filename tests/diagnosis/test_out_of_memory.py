@@ -120,6 +120,20 @@ def test_the_next_policy_that_holds_less(policy: Any, way_out: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
+def test_frozen_blocks_hold_nothing() -> None:
+    model = support.stack(layers=3).requires_grad_(False)
+    fastac.enable(model, blocks="blocks")
+    inputs = {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
+    graph = model(**inputs)
+    gc.collect()
+    assert "fastac holds nothing now" in notes_of(MemoryError())
+    model.blocks[2].requires_grad_(True)
+    graph = model(**inputs)
+    assert "- AttentionStack.blocks, 1 region: " in notes_of(MemoryError())
+    del graph
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
 def test_memory_that_may_be_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch words it so where pinning fails, of the trainer's offload too: to offload more is no way out."""
     held = out_of_memory._held

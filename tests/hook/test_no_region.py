@@ -120,19 +120,50 @@ def test_blocks_that_a_trainer_calls_itself() -> None:
     train_step(forward, inputs)
 
 
+class Encoded(support.AttentionStack):
+    """Attends to few keys in its first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.ModuleList([support.AttentionBlock()])
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            text = self.encoder[0](text, text)
+        return super().forward(video, text)
+
+
+@pytest.mark.parametrize("call", ["the model", "its blocks"])
+def test_frozen_blocks_are_not_judged(call: str) -> None:
+    """They need not save. If those that train save nothing, that is an error, whether frozen blocks run before or not.
+
+    A forward that is frozen as a whole says nothing of the next one.
+    """
+    model = Encoded().requires_grad_(False)
+    run = model if call == "the model" else functools.partial(Encoded.forward, model)
+    inputs = {name: tensor.detach() for name, tensor in stack_inputs().items()}
+    for policy in ("attn_only", Policy("attn_only", min_kv=1000), Policy("attn_only", min_kv=10)):
+        fastac.enable(model, policy, blocks=["encoder", "blocks"])
+        for _ in range(2):
+            assert not run(**inputs).requires_grad
+    model.requires_grad_(True)
+    train_step(run, stack_inputs())
+    model.requires_grad_(False).blocks[1].requires_grad_(True)
+    fastac.enable(model, blocks=["encoder", "blocks"])
+    train_step(run, inputs)
+    fastac.enable(model, Policy("attn_only", min_kv=1000), blocks=["encoder", "blocks"])
+    with pytest.raises(PolicyNotAppliedError, match="nothing is saved in any block"):
+        train_step(run, inputs)
+    unseen = support.attention_function(support.define_attention_op(f"frozen_mixes_{call.replace(' ', '_')}"))
+    for block in (*model.encoder, *model.blocks):
+        block.attend = unseen
+    fastac.enable(model, blocks=["encoder", "blocks"])
+    with pytest.raises(PolicyNotAppliedError, match="no attention is saved in any block"):
+        train_step(run, inputs)
+
+
 def test_blocks_that_run_before_those_that_save(caplog: pytest.LogCaptureFixture) -> None:
     """A policy is judged at the end of the forward, not once it has called as many blocks as there are."""
-
-    class Encoded(support.AttentionStack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = torch.nn.ModuleList([support.AttentionBlock()])
-
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                text = self.encoder[0](text, text)
-            return super().forward(video, text)
-
     model = Encoded()
     fastac.enable(model, fastac.Policy("attn_only", min_kv=10), blocks=["blocks", "encoder"])
     train_step(model, stack_inputs())

@@ -95,14 +95,21 @@ def test_its_own_switch_after_enable() -> None:
     model = made("llama")
     fastac.enable(model)
     model.activation_checkpointing_enable()
+    before = state_of(model)
     with pytest.raises(PolicyNotAppliedError, match=r"on after fastac\.enable.*activation_checkpointing_disable"):
         train_step(model, inputs())
+    with pytest.raises(PolicyNotAppliedError, match="enabled again without fastac"):
+        fastac.verify(model, **inputs())
+    assert state_of(model) == before
     with pytest.raises(FastacError, match=r"on already.*activation_checkpointing_disable\(\)"):
         fastac.enable(model)
     model.activation_checkpointing_disable()
     fastac.enable(model)
     model.activation_checkpointing_disable()  # it does not switch off fastac
     train_step(model, {**inputs(), "use_cache": False})
+    before = state_of(model)
+    assert fastac.verify(model, **inputs(), use_cache=False).saved == 2
+    assert state_of(model) == before
     found = fastac.report(model)
     assert (found.active, found.rows[0].saved) == (True, 2)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
+from fastac import Policy
 from fastac.verification.recompute import MOST_UNKNOWN
 from tests import support
 from tests.diagnosis.test_hidden_functions import hidden
@@ -65,7 +66,6 @@ def test_a_hidden_kernel_stands_first(what: str, caplog: pytest.LogCaptureFixtur
     assert first[0] == name
     assert first[1] > MOST_UNKNOWN
     assert recompute.marks[name] == "unknown"
-    assert recompute.marks["aten::scaled_dot_product_attention"] == "saved"
     assert recompute.marks["aten::linear"] == "known"
     assert sum(share for _, share in others) + first[1] == pytest.approx(1)
     (line,) = (line for line in caplog.messages if "of recompute" in line)
@@ -85,14 +85,47 @@ def test_what_fastac_knows_is_not_warned_of(caplog: pytest.LogCaptureFixture) ->
     assert recompute is not None
     assert recompute.marks["fastac_recompute_other::fused"] == "known"
     assert plain is not None
-    assert set(plain.marks.values()) == {"saved", "known"}
+    assert set(plain.marks.values()) == {"known"}
     assert not [line for line in caplog.messages if "of recompute" in line]
 
 
-def test_attention_that_the_policy_recomputes_is_known() -> None:
-    recompute = fastac.verify(Model().blocks[0], torch.randn(1, TOKENS, WIDTH), policy="full").recompute
+@pytest.mark.parametrize(
+    ("policy", "runs"), [("attn_only", 0), (Policy(min_kv=support.TEXT_TOKENS + 1), 1), ("full", 2)], ids=str
+)
+def test_only_attention_that_runs_again_is_listed(policy: Any, runs: int) -> None:
+    """What the tape answered takes no time of a kernel. The report prints the same table."""
+    model = support.stack()
+    fastac.enable(model, policy, blocks="blocks")
+    verification = fastac.verify(model, **support.stack_inputs())
+    recompute = verification.recompute
     assert recompute is not None
-    assert recompute.marks["aten::scaled_dot_product_attention"] == "known"
+    assert verification.policy_executions[1] == 2 * runs
+    attention = "aten::scaled_dot_product_attention"
+    assert recompute.marks.get(attention) == ("known" if runs else None)
+    assert (attention in recompute.times) == bool(runs)
+    assert recompute.times.keys() == recompute.marks.keys()
+    assert str(recompute) in str(fastac.report(model))
+
+
+def test_a_visible_function_that_the_tape_answers_is_not_listed() -> None:
+    fastac.make_visible(Answered, layout="bhsd", dropout=None)
+    recompute = verified(Model(Answered.apply)).recompute
+    assert recompute is not None
+    assert not {"Answered", "aten::scaled_dot_product_attention"} & recompute.marks.keys()
+
+
+class Answered(torch.autograd.Function):
+    """A known attention, whose kernel no op shows."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        output, statistics = support.attention_math(q, k, v)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return support.attention_math_backward(grad, *ctx.saved_tensors)
 
 
 class Around(torch.autograd.Function):

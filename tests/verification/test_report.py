@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fastac
 from fastac import Policy
 from tests import compiler, support
-from tests.hook.hosts import diffuser
+from tests.engine.simulated import simulated
+from tests.hook.hosts import HOSTS, diffuser
+from tests.live_bytes import allocated
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import executions_of, train_step
 
@@ -215,6 +217,37 @@ def test_checkpointing_that_was_switched_off() -> None:
     fastac.disable(model)
     assert str(fastac.report(model)).startswith("Diffuser: not enabled by fastac.enable\n")
     assert "The table is of the latest step under fastac" in fastac.report(model).problem
+
+
+@pytest.mark.parametrize("host", ["diffusers", "blocks"])
+def test_blocks_without_gradients_count_nowhere(host: str) -> None:
+    """They hold nothing, and no backward runs them again. A model that is frozen as a whole is no error."""
+    model = HOSTS[host].make()
+    HOSTS[host].enable(model)
+    inputs, sizes = {name: tensor.detach() for name, tensor in support.stack_inputs().items()}, []
+    for frozen in (0, 1, 2, 1, 0):
+        for i, block in enumerate(model.blocks):
+            block.requires_grad_(i >= frozen)
+        sizes.append(allocated(lambda: model(**inputs)))
+        report = fastac.report(model)
+        (row,) = report.rows
+        trained = 2 - frozen
+        assert (row.blocks_seen, row.attention_calls, row.saved, row.recomputed) == (trained, *[2 * trained] * 2, 0)
+        assert row.saved_bytes == 2 * trained * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
+        assert (row.flops > 0, report.summary != "") == (trained > 0, trained > 0)
+        assert f"{2 * trained} of {2 * trained} attention forwards" in report.summary or not trained
+        assert report.problem == ("" if trained else "no forward with gradients was seen yet")
+    assert sizes[0] == sizes[4] > sizes[1] == sizes[3] > sizes[2]
+
+
+def test_blocks_without_gradients_offload_nothing() -> None:
+    model = support.stack(layers=4).requires_grad_(False)
+    fastac.enable(model, Policy(offload=True), blocks="blocks")
+    with simulated():
+        model(**{name: tensor.detach() for name, tensor in support.stack_inputs().items()})
+        (row,) = fastac.report(model).rows
+    assert row.offloaded is not None
+    assert (row.offloaded.host_bytes, row.offloaded.device_bytes, row.offloaded.copies) == (0, 0, 0)
 
 
 def test_a_model_that_calls_fastac_checkpoint_itself() -> None:

@@ -151,6 +151,62 @@ def test_every_block_is_watched() -> None:
         train_step(model, stack_inputs())
 
 
+class FirstOutside(Diffuser):
+    """Attends before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = AttentionBlock()
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(video, text), text)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("policy", ["attn_only", Policy(min_kv=support.TEXT_TOKENS + 1), "full"], ids=str)
+def test_attention_beside_the_blocks_is_told_apart(policy: Any, nested: bool) -> None:
+    """Each call counts once, also if its kernel calls another. Under "full" nobody sees which calls are in blocks."""
+    model = diffuser(FirstOutside)
+    if nested:
+        for block in (model.first, *model.blocks):
+            block.attend = support.custom_attention("verify_calls_sdpa", "nested")
+    result = fastac.verify(model, policy=policy, **stack_inputs())
+    assert (result.reference_executions[0], result.policy_executions[0]) == (6, 6)
+    assert result.saved + result.recomputed == (0 if policy == "full" else 4)
+    cells = support.cells_of(str(result))
+    assert cells["attention runs in forward"] == ["6", "6", "yes"]
+    assert cells.get("of them outside of blocks") == (None if policy == "full" else ["", "2", ""])
+    assert "of them in frozen blocks" not in cells
+    assert "of them outside of blocks" not in str(fastac.verify(diffuser(), **stack_inputs()))
+
+
+class Headed(Diffuser):
+    """Something trains behind its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(support.WIDTH, 1)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(video, text))
+
+
+@pytest.mark.parametrize("blocks", [None, "blocks"])
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_frozen_blocks_count_as_neither_saved_nor_recomputed(blocks: Any, frozen: int) -> None:
+    model = diffuser(Headed)
+    model.blocks[:frozen].requires_grad_(False)
+    fastac.enable(model, blocks=blocks)
+    inputs = {name: tensor.detach() for name, tensor in stack_inputs().items()}
+    train_step(model, inputs)
+    result = fastac.verify(model, **inputs)
+    assert (result.saved, result.recomputed, result.policy_executions) == (4 - 2 * frozen, 0, (4, 0))
+    assert result.saved_bytes == fastac.report(model).rows[0].saved_bytes
+    cells = support.cells_of(str(result))
+    assert cells["of them in frozen blocks"] == ["", str(2 * frozen), ""]
+    assert "of them outside of blocks" not in cells
+
+
 def test_a_call_that_a_mode_makes_again_is_counted_once() -> None:
     fastac.checkpoint(AttentionBlock(), **stack_inputs())
     with executed_attention() as ran, FlopCounterMode(display=False):
@@ -307,6 +363,82 @@ def test_wrong_calls() -> None:
         fastac.verify(frozen, **{name: v.detach() for name, v in inputs.items()})
 
 
+def own_checkpointing(model: Any) -> None:
+    model.enable_gradient_checkpointing()
+
+
+def no_checkpointing(model: Any) -> None:
+    model.disable_gradient_checkpointing()
+
+
+def another_forward(model: Any) -> None:
+    model.blocks[1].forward = functools.partial(AttentionBlock.forward, model.blocks[1])
+
+
+def another_block(model: Any) -> None:
+    model.blocks[1] = AttentionBlock()
+
+
+def one_more_block(model: Any) -> None:
+    model.blocks.append(AttentionBlock())
+
+
+ANOTHER, PER_BLOCK, AGAINST_FULL = {"policy": "full"}, {"per_block": True}, {"reference": "full"}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "change", "options"),
+    [
+        (blocks, change, options)
+        for blocks, changes, others in (
+            (None, (own_checkpointing, no_checkpointing), (PER_BLOCK, AGAINST_FULL, ANOTHER, ANOTHER | PER_BLOCK)),
+            ("blocks", (another_forward, one_more_block), (AGAINST_FULL, ANOTHER)),
+            ("blocks", (another_block,), ()),
+        )
+        for change in changes
+        for options in ({}, *others)
+    ],
+)
+def test_what_was_changed_since_enable(blocks: Any, change: Any, options: dict[str, Any]) -> None:
+    """It is verified as it is, which is an error, and it stays. Another policy is verified as `enable` would do it."""
+    model, inputs = diffuser(), stack_inputs()
+    fastac.enable(model, blocks=blocks)
+    train_step(model, inputs)
+    change(model)
+    if change is not no_checkpointing:
+        with pytest.raises(PolicyNotAppliedError):
+            train_step(model, inputs)
+    before, report = state_of(model), fastac.report(model)
+    if "policy" in options:
+        assert fastac.verify(model, **inputs, **options).saved == 0
+    else:
+        with pytest.raises(PolicyNotAppliedError, match=r"fastac\.enable again"):
+            fastac.verify(model, **inputs, **options)
+    assert state_of(model) == before
+    assert dataclasses.replace(fastac.report(model), recompute=None) == report
+
+
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_hooks_stay_in_their_order(policy: Any) -> None:
+    """The user's stand before and after those of `enable`."""
+    model, inputs, handles = stack(), stack_inputs(), []
+
+    def register() -> None:
+        for module in (model, model.blocks[0].ffn[2]):
+            handles.append(module.register_forward_hook(lambda *_: None))
+            handles.append(module.register_forward_pre_hook(lambda *_: None))
+
+    register()
+    fastac.enable(model, Policy(linear=("ffn.2",)), blocks="blocks")
+    register()
+    before = state_of(model)
+    assert fastac.verify(model, policy=policy, **inputs).linear_saved == (0 if policy else 2)
+    assert state_of(model) == before
+    for handle in handles:
+        handle.remove()
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+
+
 @pytest.mark.parametrize("call", [fastac.verify, fastac.report])
 def test_a_model_whose_part_is_enabled(call: Any) -> None:
     """They would report another policy than the one that trains."""
@@ -317,7 +449,7 @@ def test_a_model_whose_part_is_enabled(call: Any) -> None:
 
 
 def test_gradients_are_put_back_if_a_forward_was_wrapped_meanwhile() -> None:
-    """`disable`, which ends verify, raises for it."""
+    """`disable`, which ends verify of another policy, raises for it."""
     model, inputs = stack(), stack_inputs()
     fastac.enable(model, blocks="blocks")
     support.loss_of(model(**inputs)).backward()
@@ -331,5 +463,5 @@ def test_gradients_are_put_back_if_a_forward_was_wrapped_meanwhile() -> None:
 
     model.register_forward_pre_hook(wrap)
     with pytest.raises(FastacError, match="wrapped since"):
-        fastac.verify(model, **inputs)
+        fastac.verify(model, policy="full", **inputs)
     assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
