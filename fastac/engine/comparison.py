@@ -166,9 +166,10 @@ class Comparison:
 
     def _error_of(self, what: str) -> RecomputeError:
         return RecomputeError(
-            f"{describe(self.function)}: recompute {what}.\n{self._causes}Gradients would be wrong. Keep "
-            f"what a block reads besides its arguments unchanged until backward is done (an adapter, a cache, random "
-            f'numbers); determinism_check="none" switches off only this check.'
+            f"recompute {what}.\n{self._causes}Gradients would be wrong. Keep what a block reads besides its "
+            f"arguments unchanged until backward is done (an adapter, a cache, random numbers); "
+            f'determinism_check="none" switches off only this check.',
+            describe(self.function),
         )
 
     def _is_rewritten(self, weight: torch.Tensor, what: str) -> bool:
@@ -339,13 +340,13 @@ def _raise_first(differences: Iterable[Difference]) -> None:
 
 def _error_of_values(block: str, where: str, causes: str, seen: str) -> RecomputeError:
     return RecomputeError(
-        f"{block}: recompute does not compute what the forward did. The first difference is {where} "
-        f"({seen}).\n{causes}Something besides its arguments changed before backward: an adapter or its scale, "
-        f"weights, a cache, a context variable, random numbers of another generator than the default one, or a "
-        f"state that the block changes itself. Gradients would be wrong, and may have been before: values are "
-        f"compared in steps 0, 1, 2, 4, 8, ...\n"
-        f"Keep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
-        f'determinism_check="none" switches off only this check.'
+        f"recompute does not compute what the forward did. The first difference is {where} ({seen}).\n"
+        f"{causes}Something besides its arguments changed before backward: an adapter or its scale, weights, a cache, "
+        f"a context variable, random numbers of another generator than the default one, or a state that the block "
+        f"changes itself. Gradients would be wrong, and may have been before: values are compared in steps 0, 1, 2, "
+        f"4, 8, ...\nKeep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the "
+        f'block; determinism_check="none" switches off only this check.',
+        block,
     )
 
 

@@ -205,33 +205,30 @@ class Region:
     def _unpack(self, slot: Slot) -> torch.Tensor:
         """The hook that unpacks tensors in backward. The first slot of a backward recomputes the region."""
         backward = torch_private.backward_key()
-        recomputed = self.recomputed.get(backward)
-        if recomputed is None:
-            recomputed = self._recompute(backward)
         try:
+            recomputed = self.recomputed.get(backward)
+            if recomputed is None:
+                recomputed = self._recompute(backward)
             # A tensor goes with the node that reads it, and not at the end of the backward: that keeps the peak low.
-            tensor, version = recomputed.pop(slot)
-        except KeyError:
-            raise self._unpacked_twice() from None
-        # The backward of another node may have written into it, as autograd itself would notice.
-        if tensor._version != version:
-            raise self._written_since(tensor, version)
+            tensor, version = recomputed.pop(slot, (None, 0))
+            if tensor is None:
+                raise RecomputeError(
+                    "a saved tensor was already unpacked once in this backward. Read ctx.saved_tensors once in the "
+                    "backward of an autograd.Function. Backwards that overlap cannot share a GraphExecGroup."
+                )
+            # The backward of another node may have written into it, as autograd itself would notice.
+            if tensor._version != version:
+                raise RecomputeError(
+                    f"a tensor {tuple(tensor.shape)} needed for gradients was written in place after it was saved: it "
+                    f"is at version {tensor._version}, and was saved at version {version}.\nA backward that writes "
+                    f"into ctx.saved_tensors does that, or the block itself. Without checkpointing torch raises there "
+                    f"(modified by an inplace operation). Write into a copy."
+                )
+        except FastacError as error:
+            # Of nested regions, the innermost names itself first.
+            error.block = error.block or describe(self.function)
+            raise
         return tensor
-
-    def _unpacked_twice(self) -> RecomputeError:
-        return RecomputeError(
-            f"{describe(self.function)}: a saved tensor was already unpacked once in this backward. Read "
-            f"ctx.saved_tensors once in the backward of an autograd.Function. Backwards that overlap cannot share "
-            f"a GraphExecGroup."
-        )
-
-    def _written_since(self, tensor: torch.Tensor, version: int) -> RecomputeError:
-        return RecomputeError(
-            f"{describe(self.function)}: a tensor {tuple(tensor.shape)} needed for gradients was written in place "
-            f"after it was saved: it is at version {tensor._version}, and was saved at version {version}.\nA "
-            f"backward that writes into ctx.saved_tensors does that, or the block itself. Without checkpointing "
-            f"torch raises there (modified by an inplace operation). Write into a copy."
-        )
 
     def _recompute(self, backward: Any) -> Recomputed:
         """Run the function again for a backward, on copies of its buffers. Returns the tensor of each slot."""
@@ -312,7 +309,7 @@ class Region:
             guess += "in the place of vmap, or do not"
         # Code that expects the block's error, as torch's checkpoint raises it, must catch this one as well.
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
-            f"{describe(self.function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
+            f"recompute raised {type(error).__name__} where the forward did not: {error}\n"
             f'{self.likely_causes()}{guess} checkpoint the block (policy "none", blocks=... without it).'
         ) from error
 
@@ -320,10 +317,9 @@ class Region:
         """Raise RecomputeError for an input that was written since the forward, unless its value is compared."""
         if not comparison.inputs_are_rewritten():
             raise RecomputeError(
-                f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
-                f"written in place between forward and backward.\nRecompute would read what it holds now, and "
-                f"gradients would be wrong. Write into a copy, or after backward; "
-                f'determinism_check="none" switches off only this check.'
+                "a tensor given by keyword, or inside a tuple, list or dict, was written in place between forward and "
+                "backward.\nRecompute would read what it holds now, and gradients would be wrong. Write into a copy, "
+                'or after backward; determinism_check="none" switches off only this check.'
             )
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
@@ -402,12 +398,11 @@ class _Recompute:
         missing = sum(1 for _ in self.slots)
         if self.surplus or missing:
             raise RecomputeError(
-                f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
-                f"backward where the forward saved {self.count}: it took another path.\n"
-                f"{self.comparison.likely_causes()}An adapter that was switched, disabled or fused before "
-                f"backward does that, another flag, a cache, random numbers, other settings of the compiler. Keep "
-                f"them until it is done. So does torch.func.jvp "
-                f"with gradients on: run it under torch.no_grad()."
+                f"recompute saved {self.count - missing + self.surplus} tensors for backward where the forward saved "
+                f"{self.count}: it took another path.\n{self.comparison.likely_causes()}An adapter that was switched, "
+                f"disabled or fused before backward does that, another flag, a cache, random numbers, other settings "
+                f"of the compiler. Keep them until it is done. So does torch.func.jvp with gradients on: run it under "
+                f"torch.no_grad()."
             )
         return self.comparison.check()
 
