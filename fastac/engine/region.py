@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -43,7 +44,7 @@ from fastac.engine.generators import (
     tensors_in,
 )
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
-from fastac.engine.process import process
+from fastac.engine.process import process, thread
 from fastac.engine.tape import RecomputeError, Replay, Tape
 from fastac.errors import FastacError, is_out_of_memory
 
@@ -130,7 +131,9 @@ class Region:
         self.in_checkpoint = torch_private.innermost_checkpoint() is not None
         self.autocast = autocast_state()
         self.default_device = torch_private.default_device()
-        self.stance = torch_private.stance()
+        # What follows is for messages: the user's contexts, which recompute does not enter again.
+        self.settings = self.settings_now = causes.settings() if self.compares_values else {}
+        self.user_hooks = torch_private.saved_tensors_hooks() if self.compares_values else None
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "in its forward"
@@ -250,13 +253,10 @@ class Region:
                 recompute.reloaded = self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
-            # Before the forward has ended, a write may be the function's own. Those are left out when it ends.
-            if (
-                self.compares_metadata
-                and self.complete
-                and any(_was_written(tensor, version) for tensor, version in self.versions)
-            ):
-                self._check_inputs(recompute.comparison)
+            self._check_inputs(recompute.comparison)
+            # Not when an error is made: the block may open contexts of its own.
+            self.settings_now = causes.settings() if self.compares_values else {}
+            thread.choices.clear()
             set_states(self.generators)
             if self.drawn:
                 set_python_states(self.drawn)
@@ -266,7 +266,7 @@ class Region:
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
-                Replay(self.tape, self.likely_causes) if self.tape is not None else _NOTHING,
+                Replay(self.tape, functools.partial(causes.likely_causes, self)) if self.tape is not None else _NOTHING,
                 _NOTHING if self.mode is None else self.mode(),
             ):
                 try:
@@ -292,10 +292,6 @@ class Region:
             ended.recomputed = True
         return tensors
 
-    def likely_causes(self) -> str:
-        """What may explain that recompute differs, as a line with its break, or ""."""
-        return causes.likely_causes(self.function, self.modules, self.kwargs.values(), self.stance)
-
     def _name_cause(self, error: Exception, inputs: Iterable[Any]) -> None:
         """Raise RecomputeError for an error in recompute. Not for a lack of memory: a trainer may catch that error."""
         if type(error) not in _MISTAKES or is_out_of_memory(error):
@@ -303,19 +299,18 @@ class Region:
         guess = "The block probably read state that changed in between: a cache, a list, a flag, random numbers, a "
         guess += "context that was left. Switch caches off in training, or do not"
         if any(map(torch_private.is_batched, inputs)):
-            guess = (
-                "Its forward ran inside torch.vmap, and recompute runs after that has ended. Give the block a batch "
-            )
-            guess += "in the place of vmap, or do not"
+            guess = "Its forward ran inside torch.vmap, which has ended: give the block a batch instead, or do not"
         # Code that expects the block's error, as torch's checkpoint raises it, must catch this one as well.
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
             f"recompute raised {type(error).__name__} where the forward did not: {error}\n"
-            f'{self.likely_causes()}{guess} checkpoint the block (policy "none", blocks=... without it).'
+            f'{causes.likely_causes(self)}{guess} checkpoint the block (policy "none", blocks=... without it).'
         ) from error
 
     def _check_inputs(self, comparison: Comparison) -> None:
         """Raise RecomputeError for an input that was written since the forward, unless its value is compared."""
-        if not comparison.inputs_are_rewritten():
+        # Before the forward has ended, a write may be the function's own. Those are left out when it ends.
+        compares = self.compares_metadata and self.complete
+        if compares and any(itertools.starmap(_was_written, self.versions)) and not comparison.inputs_are_rewritten():
             raise RecomputeError(
                 "a tensor given by keyword, or inside a tuple, list or dict, was written in place between forward and "
                 "backward.\nRecompute would read what it holds now, and gradients would be wrong. Write into a copy, "
@@ -342,33 +337,22 @@ class Region:
 class _Recompute:
     """Finds the tensor of each slot of a region.
 
-    It does not hold the region: the graph of the recompute holds its hook, and may outlive the region.
+    It is emptied in the end: the graph of the recompute holds its hook, and may outlive the region.
     """
 
     def __init__(self, region: Region) -> None:
-        self.function = region.function
         self.tensors: Recomputed = {}
         # Storages that offload brought back to the device for this recompute.
         self.reloaded: object = None
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         # With the tensor of this slot, recompute ends.
-        self.last = (
-            region.slots[-1] if region.early_stop and not (region.block_state.saves_early or region.early) else None
-        )
+        stops = region.early_stop and not (region.block_state.saves_early or region.early)
+        self.last = region.slots[-1] if stops else None
         # Number of tensors that the forward did not save.
         self.surplus = 0
         self.compares_metadata, self.has_fingerprints = region.compares_metadata, region.has_fingerprints
-        fingerprints = region.fingerprints if self.has_fingerprints else ()
-        ends, region_of = Region._run_again.__code__, weakref.ref(region)
-
-        def likely_causes() -> str:
-            region = region_of()
-            return "" if region is None else region.likely_causes()
-
-        self.comparison = Comparison(
-            self.function, region.modules, region.block_state, fingerprints, ends, likely_causes, region.early
-        )
+        self.comparison = Comparison(region, Region._run_again.__code__)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -399,10 +383,10 @@ class _Recompute:
         if self.surplus or missing:
             raise RecomputeError(
                 f"recompute saved {self.count - missing + self.surplus} tensors for backward where the forward saved "
-                f"{self.count}: it took another path.\n{self.comparison.likely_causes()}An adapter that was switched, "
-                f"disabled or fused before backward does that, another flag, a cache, random numbers, other settings "
-                f"of the compiler. Keep them until it is done. So does torch.func.jvp with gradients on: run it under "
-                f"torch.no_grad()."
+                f"{self.count}: it took another path.\n{causes.likely_causes(self.comparison.region)}An adapter that "
+                f"was switched, disabled or fused before backward does that, another flag, a cache, random numbers, "
+                f"other settings of the compiler. Keep them until it is done. So does torch.func.jvp with gradients "
+                f"on: run it under torch.no_grad()."
             )
         return self.comparison.check()
 
