@@ -54,15 +54,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class FastacError(RuntimeError):
-    """Base of every error that fastac raises on purpose. With several processes its message names the rank."""
+    """Base of every error that fastac raises on purpose.
 
-    def __init__(self, message: str) -> None:
+    Its message begins with the rank, if there are several processes, and with the block whose recompute raised it.
+    """
+
+    def __init__(self, message: str, block: str = "") -> None:
         super().__init__(message)
         self.rank = rank()
+        self.block = block
 
     def __str__(self) -> str:
         message = RuntimeError.__str__(self)  # not super(): a subclass that is also a KeyError would quote the message
-        return f"{self.rank}: {message}" if self.rank else message
+        return ": ".join(filter(None, (self.rank, self.block, message)))
 
 
 class UnsupportedBackendError(FastacError):

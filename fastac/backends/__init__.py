@@ -16,6 +16,7 @@ from fastac.backends import (
     xformers,
 )
 from fastac.engine import opaque
+from fastac.engine.process import process
 
 LIBRARIES = (
     sdpa.LIBRARY,
@@ -36,3 +37,4 @@ ROWS = tuple(row for file in (*_attention, selection, collectives) for row in fi
 registry.register(*ROWS)
 # This imports no library: a Function becomes visible once its module is loaded.
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)
+process.settings["diffusers' attention_backend was"] = diffusers.default_backend

@@ -95,12 +95,12 @@ _UNLISTED = DiffusersBackend(Verdict.UNKNOWN, "", "not in fastac's table: diffus
 
 def default_backend() -> str:
     """The backend of modules without their own: DIFFUSERS_ATTN_BACKEND, or the last `set_attention_backend`."""
-    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    if dispatch is None:
-        # diffusers is not loaded, or is older than 0.35, which has no setting.
-        return "native"
     # diffusers has no public way to ask for it (0.42).
-    backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
+    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
+    if registry is None:
+        # diffusers is not loaded, a thread imports it now, or it is older than 0.35, which has no setting.
+        return "native"
+    backend, _ = registry.get_active_backend()
     return str(getattr(backend, "value", backend))
 
 

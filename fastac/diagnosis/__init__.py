@@ -69,10 +69,13 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
         # The policy saves attention of any length, and none was seen. A saved Linear output must not hide that.
         saved = False
     if results and not saved and not any(result.compiled for result in results):
+        unknown = [*dict.fromkeys(name for result in results for name in result.unknown)]
+        if unknown and not (ran or any(result.products for result in results)):
+            raise PolicyNotAppliedError(nothing_known(class_name(model), policy, unknown))
         raise PolicyNotAppliedError(
             f"{policy}: {'nothing' if ran else 'no attention'} is saved in any block of {class_name(model)}.\n"
             f"Attention in its blocks: {ran or 'none seen (linear, in small ops, or a kernel without a row)'}.\n"
-            f"Use a smaller min_kv, give its kernel a row (docs/adding_a_backend.md), or use "
+            f"{'Use a smaller min_kv' if ran else 'Give its kernel a row (docs/adding_a_backend.md)'}, or use "
             f'policy="full" if that is meant.'
         )
     return saved
@@ -136,8 +139,8 @@ def small_ops(where: str, keys: int, cause: str = "") -> str:
     return f"{where}: an attention over {keys} keys ran as small ops, with no output to save: {cause}"
 
 
-def nothing_known(where: str, policy: Policy, unknown: Sequence[str]) -> str:
-    """A sentence on a region without attention, in which ops and autograd.Functions run that fastac does not know."""
+def nothing_known(where: str, policy: Policy | str, unknown: Sequence[str]) -> str:
+    """A sentence on regions without attention, in which ops and autograd.Functions run that fastac does not know."""
     more = f" and {len(unknown) - MOST_PROBLEMS} more" if len(unknown) > MOST_PROBLEMS else ""
     return (
         f"{where}: {policy} saves nothing in it: no attention was seen, and {', '.join(unknown[:MOST_PROBLEMS])}{more} "

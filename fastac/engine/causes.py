@@ -3,8 +3,8 @@
 They are made when a difference becomes an error. An accelerator's differences are read at the end of the backward, when
 the region is gone, so there they are made for every difference that may turn out to be an error.
 
-Each sentence says what was found in this block, not what is likely: hooks that recompute does not run, a generator that
-it does not restore, a setting of the compiler.
+Each sentence says what was found in this block, not what is likely: a setting or hooks that only its forward had, a
+generator that recompute does not restore, choices that it makes again.
 """
 
 from __future__ import annotations
@@ -12,26 +12,59 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import MANY, block_of, globals_of, held_by, is_compiled
+from fastac.engine.blocks import MANY, block_of, describe, globals_of, held_by, is_compiled
+from fastac.engine.process import process, thread
+
+if TYPE_CHECKING:
+    from fastac.engine.region import Region
+
+_SDPA = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "mem_efficient", "MATH": "math"}
+"""Backends of scaled_dot_product_attention, with their names in torch.backends.cuda."""
 
 
-def likely_causes(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any], stance: str) -> str:
-    """The sentences, as a line with its line break; "" if there are none.
+def settings() -> dict[str, str]:
+    """What contexts around a model set, and recompute does not: how a sentence on it begins, and the value."""
+    allowed = [name for name, word in _SDPA.items() if getattr(torch.backends.cuda, f"{word}_sdp_enabled")()]
+    return {
+        "The stance of torch.compiler was": f'"{torch_private.stance()}"',
+        "torch.nn.attention.sdpa_kernel allowed": ", ".join(allowed),
+        **{name: read() for name, read in process.settings.items()},
+    }
 
-    Args:
-        function: the checkpointed function.
-        modules: the block, or the modules that the function may run.
-        values: the function's keyword arguments.
-        stance: the stance of torch.compiler in the forward.
-    """
-    sentences = [*_hooks(function), *_generators(function, modules, values), *_compiler(function, stance)]
+
+def likely_causes(region: Region) -> str:
+    """The sentences, as a line with its line break; "" if there are none."""
+    function = region.function
+    sentences = [*_contexts(region), *_choices(), *_hooks(function), *_generators(region), *_budget(function)]
     return " ".join(sentences) + "\n" * bool(sentences)
+
+
+def _contexts(region: Region) -> Iterator[str]:
+    """About contexts that were open when the forward began, or are in recompute."""
+    for name, now in region.settings_now.items():
+        before = region.settings.get(name, now)  # a library may have come since
+        # Under that stance the first call of compiled code runs eagerly, and later ones do not.
+        if before != now or now == '"eager_then_compile"':
+            kept = '"default"' if "compiler" in name else "the same"
+            yield f"{name} {before} in the forward and {now} in recompute: keep {kept} until backward is done."
+    if region.user_hooks is not None:
+        pack = describe(region.user_hooks[0])
+        yield f'saved_tensors_hooks ({pack}) pack its inputs. If they are lossy on purpose: determinism_check="none".'
+
+
+def _choices() -> Iterator[str]:
+    """About choices that no policy kept, and recompute has made again."""
+    if names := ", ".join(sorted(thread.choices)):
+        yield (
+            f'Policy "full" makes its choices ({names}) again, and scores may differ in their last bits. '
+            f'policy="attn_only" keeps them; without attention, fastac.Policy("linear_only", linear=(...)).'
+        )
 
 
 def _hooks(function: Any) -> Iterator[str]:
@@ -44,11 +77,10 @@ def _hooks(function: Any) -> Iterator[str]:
     hooks = [*block._forward_pre_hooks.values(), *block._forward_hooks.values()]
     functions = [getattr(hook, "func", hook) for hook in hooks]
     foreign = [function for function in functions if _package(function) not in _QUIET]
-    names = [getattr(function, "__name__", type(function).__name__) for function in foreign]
-    if names:
+    if names := dict.fromkeys(getattr(function, "__name__", type(function).__name__) for function in foreign):
         yield (
-            f"Forward hooks on the block ({', '.join(list(dict.fromkeys(names))[:3])}) do not run again in recompute: "
-            f"its `forward` is checkpointed, inside them. If it needs what they do (they load weights, say), use "
+            f"Forward hooks on the block ({', '.join([*names][:3])}) do not run again in recompute: its `forward` is "
+            f"checkpointed, inside them. If it needs what they do (they load weights, say), use "
             f"fastac.patch_checkpoint(), or fastac.enable without blocks=... on a diffusers model."
         )
 
@@ -61,12 +93,12 @@ def _package(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-def _generators(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any]) -> Iterator[str]:
+def _generators(region: Region) -> Iterator[str]:
     """About generators that the block has, or is given."""
     # fastac restores the default generators. Nobody can tell which of other generators a block draws from.
-    forward = type(function).forward if isinstance(function, torch.nn.Module) else function
-    candidates = [("", value) for value in (*values, *held_by(forward), *globals_of(forward))]
-    for module in modules:
+    forward = type(region.function).forward if isinstance(region.function, torch.nn.Module) else region.function
+    candidates = [("", value) for value in (*region.kwargs.values(), *held_by(forward), *globals_of(forward))]
+    for module in region.modules:
         for prefix, inner in itertools.islice(module.named_modules(), MANY):  # a closure may hold the whole model
             candidates += [(f"{prefix}.{name}".lstrip("."), value) for name, value in vars(inner).items()]
     numpy = sys.modules.get("numpy.random")
@@ -80,15 +112,9 @@ def _generators(function: Any, modules: Sequence[torch.nn.Module], values: Itera
             return
 
 
-def _compiler(function: Any, stance: str) -> Iterator[str]:
-    """About settings of the compiler, under which code may save other tensors."""
-    current, budget = torch_private.stance(), torch_private.memory_budget()
-    if (stance, current) != ("default", "default"):
-        yield (
-            f'The stance of torch.compiler is "{stance}" in the forward and "{current}" in recompute: one of them may '
-            f'run compiled, the other not. Keep it at "default" until backward is done.'
-        )
-    if budget < 1 and is_compiled(function):
+def _budget(function: Any) -> Iterator[str]:
+    """About a setting of the compiler under which code saves less."""
+    if (budget := torch_private.memory_budget()) < 1 and is_compiled(function):
         yield (
             f"torch._functorch.config.activation_memory_budget is {budget}: code compiled under it saves less. "
             f"Leave it at 1."

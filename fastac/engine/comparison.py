@@ -24,16 +24,19 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fastac.engine import torch_private
+from fastac.engine import causes, torch_private
 from fastac.engine.blocks import BlockState, describe, held_by, module_of
 from fastac.engine.generators import tensors_in
 from fastac.engine.process import process
 from fastac.engine.tape import RecomputeError
 from fastac.errors import class_name
+
+if TYPE_CHECKING:
+    from fastac.engine.region import Region
 
 _SETTLED = 3
 """An op may save tensors before it runs. It has run when this many more tensors are saved."""
@@ -108,21 +111,14 @@ def note_early(block_state: BlockState, pairs: Iterable[Pair]) -> list[Pair]:
 class Comparison:
     """Compares the tensors that one recompute saves with those of its forward, in their order."""
 
-    function: Any
-    modules: Sequence[torch.nn.Module]
-    """The block, or the modules that the function may run."""
-    block_state: BlockState
-    """State of the block. The first recompute notes there whether the block writes weights of its own."""
-    fingerprints: Sequence[Fingerprint | None]
-    """One for each tensor that the forward saved, if values are compared; else empty."""
+    region: Region
     ends: types.CodeType
-    """Code of the frame that calls the function."""
-    likely_causes: Callable[[], str]
-    """Says what may explain a difference, as a line with its line break."""
-    early: Sequence[Pair] = ()
-    """What `note_early` left to be read."""
+    """Code of the frame that calls the region's function."""
 
     def __post_init__(self) -> None:
+        self.block_state = self.region.block_state
+        # One for each tensor that the forward saved, if values are compared.
+        self.fingerprints = self.region.fingerprints if self.region.has_fingerprints else ()
         # Added to block_state.rewritten only if nothing differs: a rewrite that differs is an error, not a habit.
         self._rewritten: set[str] = set()
         self._position = -1
@@ -132,7 +128,9 @@ class Comparison:
         # For the first tensor whose metadata differ.
         self._error: RecomputeError | None = None
         self._differences: list[Difference] = []
-        weights = [] if self.block_state.writes is False else _weights(self.function, self.modules)
+        # What may explain these, once the recompute has ended.
+        self._causes: list[str] = []
+        weights = [] if self.block_state.writes is False else _weights(self.region)
         self._versions = {weight: weight._version for weight in weights if not weight.is_inference()}
 
     def add_metadata(self, forward: torch_private.Metadata, tensor: torch.Tensor) -> None:
@@ -149,7 +147,7 @@ class Comparison:
             # A Linear module saves a view of its weight. A view of a buffer counts by itself: the view may be a part
             # that was not written.
             written = tensor._base if isinstance(tensor._base, torch.nn.Parameter) else tensor
-            names = {value: name for module in self.modules for name, value in _state_of(module)}
+            names = {value: name for module in self.region.modules for name, value in _state_of(module)}
             if not (isinstance(written, torch.nn.Parameter) or written in names) or self._is_written(written):
                 return
             name = names.get(written, f"a parameter {tuple(written.shape)}")
@@ -159,16 +157,12 @@ class Comparison:
                 return
         self._error = self._error or self._error_of(what)
 
-    @functools.cached_property
-    def _causes(self) -> str:
-        """What may explain differences. On an accelerator most tensors turn out equal, so it is looked for once."""
-        return self.likely_causes()
-
     def _error_of(self, what: str) -> RecomputeError:
         return RecomputeError(
-            f"{describe(self.function)}: recompute {what}.\n{self._causes}Gradients would be wrong. Keep "
-            f"what a block reads besides its arguments unchanged until backward is done (an adapter, a cache, random "
-            f'numbers); determinism_check="none" switches off only this check.'
+            f"recompute {what}.\n{causes.likely_causes(self.region)}Gradients would be wrong. Keep what a block reads "
+            f"besides its arguments unchanged until backward is done (an adapter, a cache, random numbers); "
+            f'determinism_check="none" switches off only this check.',
+            describe(self.region.function),
         )
 
     def _is_rewritten(self, weight: torch.Tensor, what: str) -> bool:
@@ -214,9 +208,9 @@ class Comparison:
             if allowed:
                 allowed = self._allowed = max(self._allowed, allowed)
             if forward.is_read_later or relative_difference(forward, recomputed) > allowed:
-                where = place(module_of(self.function), tensor, self.ends)
+                where = place(module_of(self.region.function), tensor, self.ends)
                 if where is not None:
-                    error = functools.partial(_error_of_values, describe(self.function), where, self._causes)
+                    error = functools.partial(_error_of_values, describe(self.region.function), where, self._causes)
                     self._differences.append(Difference(forward, recomputed, allowed, error))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
@@ -234,10 +228,12 @@ class Comparison:
         self._compare(self._settling.end()[0])
         if self._error is not None:
             raise self._error
+        if self._differences:
+            self._causes.append(causes.likely_causes(self.region))
         _raise_first(difference for difference in self._differences if not difference.forward.is_read_later)
         differences = [difference for difference in self._differences if difference.forward.is_read_later]
-        if differences or self.early:
-            _check_at_end_of_backward(Unread(self.block_state, differences, self.early, self._rewritten))
+        if differences or self.region.early:
+            _check_at_end_of_backward(Unread(self.block_state, differences, self.region.early, self._rewritten))
             return True
         self.block_state.rewritten |= self._rewritten
         return False
@@ -337,21 +333,22 @@ def _raise_first(differences: Iterable[Difference]) -> None:
             )
 
 
-def _error_of_values(block: str, where: str, causes: str, seen: str) -> RecomputeError:
+def _error_of_values(block: str, where: str, found: Sequence[str], seen: str) -> RecomputeError:
     return RecomputeError(
-        f"{block}: recompute does not compute what the forward did. The first difference is {where} "
-        f"({seen}).\n{causes}Something besides its arguments changed before backward: an adapter or its scale, "
-        f"weights, a cache, a context variable, random numbers of another generator than the default one, or a "
-        f"state that the block changes itself. Gradients would be wrong, and may have been before: values are "
-        f"compared in steps 0, 1, 2, 4, 8, ...\n"
-        f"Keep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
-        f'determinism_check="none" switches off only this check.'
+        f"recompute does not compute what the forward did. The first difference is {where} ({seen}).\n"
+        f"{found[0]}{'Or something' if found[0] else 'Something'} besides its arguments changed before backward: an "
+        f"adapter or its scale, weights, a cache, a context variable, random numbers of another generator than the "
+        f"default one, or a state that the block changes itself. Gradients would be wrong, and may have been before: "
+        f"values are compared in steps 0, 1, 2, 4, 8, ...\nKeep it unchanged until backward is done (a LoRA's scale: "
+        f'by set_adapters), or pass it to the block; determinism_check="none" switches off only this check.',
+        block,
     )
 
 
-def _weights(function: Any, modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+def _weights(region: Region) -> list[torch.Tensor]:
     """The weights that a function may write: weights of modules, and weights that a wrapper around a block holds."""
-    return [*(weight for module in modules for weight in module.parameters()), *tensors_in(held_by(function))]
+    weights = itertools.chain(*(module.parameters() for module in region.modules))
+    return [*weights, *tensors_in(held_by(region.function))]
 
 
 def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

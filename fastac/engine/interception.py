@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastac import registry
-from fastac.engine import flops, torch_private
+from fastac.engine import flops, sparse, torch_private
 from fastac.engine.process import process, thread
 from fastac.engine.tape import run_kernel
 from fastac.errors import FastacError
@@ -87,7 +87,9 @@ def _intercept(first: BoundOp) -> None:
         scope = thread.scope
         if scope is not None and op.kind != "other":
             return scope.call(op, keyset, args, kwargs)
-        if process.listeners and op.kind in ("attention", "decomposition"):
+        if op.kind == "choice" and sparse.is_choice(args):
+            thread.choices.add(op.row.name)
+        elif process.listeners and op.kind in ("attention", "decomposition"):
             for listener in tuple(process.listeners):  # a copy: a listener may remove itself
                 listener(op, args, kwargs)
         return run_kernel(op, keyset, args, kwargs)

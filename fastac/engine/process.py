@@ -29,6 +29,8 @@ class Thread(threading.local):
     def __init__(self) -> None:
         # The innermost scope that is open (`fastac.engine.tape.Scope`).
         self.scope: Any = None
+        # Choices among floats that the latest recompute made with no scope open: nothing had kept them.
+        self.choices: set[str] = set()
         # The latest backward that recomputed a region, and its regions: first and last autograd node, policy.
         self.backward: int | None = None
         self.replayed: list[tuple[int, int, Policy]] = []
@@ -63,6 +65,8 @@ class Process:
         self.settled_functions: set[tuple[OpaqueFunction, str]] = set()
         # Calls of visible Functions in the dispatcher, by the op's last argument.
         self.opaque_calls: dict[int, Any] = {}
+        # Readers of what contexts of libraries set, by how a sentence on it begins: fastac.engine.causes.
+        self.settings: dict[str, Callable[[], str]] = {}
         # The largest size of a rank that the host was seen to have memory for.
         self.host_bytes = 0
         # Models that compared their memory with other ranks under policy "auto". What ranks wrote stays in their store.

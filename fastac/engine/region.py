@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -43,7 +44,7 @@ from fastac.engine.generators import (
 )
 from fastac.engine.module_state import Snapshot, in_place_of
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
-from fastac.engine.process import process
+from fastac.engine.process import process, thread
 from fastac.engine.tape import RecomputeError, Replay, Tape
 from fastac.errors import FastacError, is_out_of_memory
 
@@ -130,7 +131,9 @@ class Region:
         self.in_checkpoint = torch_private.innermost_checkpoint() is not None
         self.autocast = autocast_state()
         self.default_device = torch_private.default_device()
-        self.stance = torch_private.stance()
+        # What follows is for messages: the user's contexts, which recompute does not enter again.
+        self.settings = self.settings_now = causes.settings() if self.compares_values else {}
+        self.user_hooks = torch_private.saved_tensors_hooks() if self.compares_values else None
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "in its forward"
@@ -205,33 +208,30 @@ class Region:
     def _unpack(self, slot: Slot) -> torch.Tensor:
         """The hook that unpacks tensors in backward. The first slot of a backward recomputes the region."""
         backward = torch_private.backward_key()
-        recomputed = self.recomputed.get(backward)
-        if recomputed is None:
-            recomputed = self._recompute(backward)
         try:
+            recomputed = self.recomputed.get(backward)
+            if recomputed is None:
+                recomputed = self._recompute(backward)
             # A tensor goes with the node that reads it, and not at the end of the backward: that keeps the peak low.
-            tensor, version = recomputed.pop(slot)
-        except KeyError:
-            raise self._unpacked_twice() from None
-        # The backward of another node may have written into it, as autograd itself would notice.
-        if tensor._version != version:
-            raise self._written_since(tensor, version)
+            tensor, version = recomputed.pop(slot, (None, 0))
+            if tensor is None:
+                raise RecomputeError(
+                    "a saved tensor was already unpacked once in this backward. Read ctx.saved_tensors once in the "
+                    "backward of an autograd.Function. Backwards that overlap cannot share a GraphExecGroup."
+                )
+            # The backward of another node may have written into it, as autograd itself would notice.
+            if tensor._version != version:
+                raise RecomputeError(
+                    f"a tensor {tuple(tensor.shape)} needed for gradients was written in place after it was saved: it "
+                    f"is at version {tensor._version}, and was saved at version {version}.\nA backward that writes "
+                    f"into ctx.saved_tensors does that, or the block itself. Without checkpointing torch raises there "
+                    f"(modified by an inplace operation). Write into a copy."
+                )
+        except FastacError as error:
+            # Of nested regions, the innermost names itself first.
+            error.block = error.block or describe(self.function)
+            raise
         return tensor
-
-    def _unpacked_twice(self) -> RecomputeError:
-        return RecomputeError(
-            f"{describe(self.function)}: a saved tensor was already unpacked once in this backward. Read "
-            f"ctx.saved_tensors once in the backward of an autograd.Function. Backwards that overlap cannot share "
-            f"a GraphExecGroup."
-        )
-
-    def _written_since(self, tensor: torch.Tensor, version: int) -> RecomputeError:
-        return RecomputeError(
-            f"{describe(self.function)}: a tensor {tuple(tensor.shape)} needed for gradients was written in place "
-            f"after it was saved: it is at version {tensor._version}, and was saved at version {version}.\nA "
-            f"backward that writes into ctx.saved_tensors does that, or the block itself. Without checkpointing "
-            f"torch raises there (modified by an inplace operation). Write into a copy."
-        )
 
     def _recompute(self, backward: Any) -> Recomputed:
         """Run the function again for a backward, on its modules as they were. Returns the tensor of each slot."""
@@ -254,13 +254,10 @@ class Region:
                 recompute.reloaded = self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
-            # Before the forward has ended, a write may be the function's own. Those are left out when it ends.
-            if (
-                self.compares_metadata
-                and self.complete
-                and any(_was_written(tensor, version) for tensor, version in self.versions)
-            ):
-                self._check_inputs(recompute.comparison)
+            self._check_inputs(recompute.comparison)
+            # Not when an error is made: the block may open contexts of its own.
+            self.settings_now = causes.settings() if self.compares_values else {}
+            thread.choices.clear()
             set_states(self.generators)
             if self.drawn:
                 set_python_states(self.drawn)
@@ -270,7 +267,7 @@ class Region:
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
-                Replay(self.tape, self.likely_causes) if self.tape is not None else _NOTHING,
+                Replay(self.tape, functools.partial(causes.likely_causes, self)) if self.tape is not None else _NOTHING,
                 linear.attached(self.modules[0], self.tape.policy) if self.tape and self.tape.products else _NOTHING,
                 _NOTHING if self.mode is None else self.mode(),
             ):
@@ -297,10 +294,6 @@ class Region:
             ended.recomputed = True
         return tensors
 
-    def likely_causes(self) -> str:
-        """What may explain that recompute differs, as a line with its break, or ""."""
-        return causes.likely_causes(self.function, self.modules, self.kwargs.values(), self.stance)
-
     def _name_cause(self, error: Exception, inputs: Iterable[Any]) -> None:
         """Raise RecomputeError for an error in recompute. Not for a lack of memory: a trainer may catch that error."""
         if type(error) not in _MISTAKES or is_out_of_memory(error):
@@ -308,24 +301,22 @@ class Region:
         guess = "The block probably read state that changed in between: a cache, a list, a flag, random numbers, a "
         guess += "context that was left. Switch caches off in training, or do not"
         if any(map(torch_private.is_batched, inputs)):
-            guess = (
-                "Its forward ran inside torch.vmap, and recompute runs after that has ended. Give the block a batch "
-            )
-            guess += "in the place of vmap, or do not"
+            guess = "Its forward ran inside torch.vmap, which has ended: give the block a batch instead, or do not"
         # Code that expects the block's error, as torch's checkpoint raises it, must catch this one as well.
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
-            f"{describe(self.function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
-            f'{self.likely_causes()}{guess} checkpoint the block (policy "none", blocks=... without it).'
+            f"recompute raised {type(error).__name__} where the forward did not: {error}\n"
+            f'{causes.likely_causes(self)}{guess} checkpoint the block (policy "none", blocks=... without it).'
         ) from error
 
     def _check_inputs(self, comparison: Comparison) -> None:
         """Raise RecomputeError for an input that was written since the forward, unless its value is compared."""
-        if not comparison.inputs_are_rewritten():
+        # Before the forward has ended, a write may be the function's own. Those are left out when it ends.
+        compares = self.compares_metadata and self.complete
+        if compares and any(itertools.starmap(_was_written, self.versions)) and not comparison.inputs_are_rewritten():
             raise RecomputeError(
-                f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
-                f"written in place between forward and backward.\nRecompute would read what it holds now, and "
-                f"gradients would be wrong. Write into a copy, or after backward; "
-                f'determinism_check="none" switches off only this check.'
+                "a tensor given by keyword, or inside a tuple, list or dict, was written in place between forward and "
+                "backward.\nRecompute would read what it holds now, and gradients would be wrong. Write into a copy, "
+                'or after backward; determinism_check="none" switches off only this check.'
             )
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
@@ -348,11 +339,10 @@ class Region:
 class _Recompute:
     """Finds the tensor of each slot of a region.
 
-    It does not hold the region: the graph of the recompute holds its hook, and may outlive the region.
+    It is emptied in the end: the graph of the recompute holds its hook, and may outlive the region.
     """
 
     def __init__(self, region: Region, buffers: Mapping[torch.Tensor, torch.Tensor] | None) -> None:
-        self.function = region.function
         self.buffers = buffers
         self.tensors: Recomputed = {}
         # Storages that offload brought back to the device for this recompute.
@@ -360,22 +350,12 @@ class _Recompute:
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         # With the tensor of this slot, recompute ends.
-        self.last = (
-            region.slots[-1] if region.early_stop and not (region.block_state.saves_early or region.early) else None
-        )
+        stops = region.early_stop and not (region.block_state.saves_early or region.early)
+        self.last = region.slots[-1] if stops else None
         # Number of tensors that the forward did not save.
         self.surplus = 0
         self.compares_metadata, self.has_fingerprints = region.compares_metadata, region.has_fingerprints
-        fingerprints = region.fingerprints if self.has_fingerprints else ()
-        ends, region_of = Region._run_again.__code__, weakref.ref(region)
-
-        def likely_causes() -> str:
-            region = region_of()
-            return "" if region is None else region.likely_causes()
-
-        self.comparison = Comparison(
-            self.function, region.modules, region.block_state, fingerprints, ends, likely_causes, region.early
-        )
+        self.comparison = Comparison(region, Region._run_again.__code__)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -406,12 +386,11 @@ class _Recompute:
         missing = sum(1 for _ in self.slots)
         if self.surplus or missing:
             raise RecomputeError(
-                f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
-                f"backward where the forward saved {self.count}: it took another path.\n"
-                f"{self.comparison.likely_causes()}An adapter that was switched, disabled or fused before "
-                f"backward does that, another flag, a cache, random numbers, other settings of the compiler. Keep "
-                f"them until it is done. So does torch.func.jvp "
-                f"with gradients on: run it under torch.no_grad()."
+                f"recompute saved {self.count - missing + self.surplus} tensors for backward where the forward saved "
+                f"{self.count}: it took another path.\n{causes.likely_causes(self.comparison.region)}An adapter that "
+                f"was switched, disabled or fused before backward does that, another flag, a cache, random numbers, "
+                f"other settings of the compiler. Keep them until it is done. So does torch.func.jvp with gradients "
+                f"on: run it under torch.no_grad()."
             )
         return self.comparison.check()
 

@@ -63,6 +63,14 @@ def make_op(namespace: str, name: str) -> Any:
     return op
 
 
+def model_of(run: Any, policy: Any) -> Any:
+    """Two blocks that call an attention."""
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(Block(run) for _ in range(2))})
+    model.forward = lambda **named: [block(**named) for block in model["blocks"]][-1]
+    fastac.enable(model, policy, blocks="blocks")
+    return model
+
+
 # What runs again
 
 
@@ -123,6 +131,24 @@ def test_a_region_in_which_nothing_is_known(what: str, namespace: str, caplog: p
         assert way_out in line
     train(run)  # a block of no enabled model
     assert caplog.messages[1].startswith("Block: attn_only saves nothing")
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "long_attn_only"])
+@pytest.mark.parametrize("what", ["op", "Function"])
+def test_a_model_in_which_nothing_is_known(what: str, policy: str, namespace: str) -> None:
+    """The error says what ran, not that attention was too short."""
+    run, name = (make_op(namespace, "run"), f"{namespace}::run") if what == "op" else (hidden("Neutral"), "Neutral")
+    with pytest.raises(PolicyNotAppliedError, match=f"{policy} saves nothing in it: .* {name} run again") as raised:
+        train_step(model_of(run, policy), inputs())
+    assert "fastac.make_visible(" in str(raised.value)
+    assert "min_kv" not in str(raised.value)
+
+
+@pytest.mark.parametrize("run", [sdpa, lambda query, key, value: query * key * value], ids=["short", "none"])
+def test_a_smaller_min_kv_is_advised_only_for_attention(run: Any) -> None:
+    with pytest.raises(PolicyNotAppliedError, match="is saved in any block") as raised:
+        train_step(model_of(run, "long_attn_only"), inputs())
+    assert ("Use a smaller min_kv" in str(raised.value)) == (run is sdpa)
 
 
 def test_a_region_without_attention(namespace: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError
+from fastac.backends.plugins import prepare
 from fastac.cli.measuring import allocated_bytes
 from fastac.engine import comparison, region, torch_private
 from fastac.engine.blocks import state_of
@@ -149,12 +150,15 @@ def differs() -> Any:
 
 @accelerator
 def test_a_backward_reads_once_at_its_end_and_raises() -> None:
-    """In a program of one step. Between steps that compare values, nothing is read."""
+    """In a program of one step. Between steps that compare values, nothing is read. The error names what it would."""
+    prepare()  # choices are seen from then on
     layers = blocks()
     output = forward(layers)
     change(layers)
-    with differs():
+    with differs() as raised:
         output.sum().backward()
+    assert str(raised.value).startswith("Scaled: recompute")
+    assert "makes its choices (sort) again" in str(raised.value)
     assert OnDevice.reads == 1
     assert layers[0].linear.weight.grad is not None, "the backward ran to its end"
     change(layers, 1.0)

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils import checkpoint as torch_module
 
+import fastac
 from fastac import FastacError
 from tests import support
+from tests.engine.cases import OneAttention
 from tests.engine.outcomes import CASES, MAY_RAISE, NEW, NOTHING, RUN_ONCE, Cases, Run
 from tests.marks import needs_torch
 from tests.support import CPU_ATTENTION, WIDTH, AttentionBlock, Tensors, assert_same, run_checkpointed
@@ -151,6 +153,68 @@ def test_recompute_that_raises_names_the_cause(kind: type[Exception], policy: st
 def test_what_else_a_recompute_raises_is_that(error: BaseException, policy: str) -> None:
     """A trainer catches a lack of memory and tries again."""
     assert raised_in_recompute(error, policy) is error
+
+
+def contiguous(*heads: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*map(torch.Tensor.contiguous, heads))
+
+
+def written_later(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of an op that another op writes, in place."""
+    return tensor.mul_(2)
+
+
+WRONG: dict[str, tuple[str, Any, Any]] = {
+    "another call": ("attn_only", {}, {"attend": contiguous}),
+    "a call less": ("attn_only", {}, {"attend": lambda query, key, value: query * key * value}),
+    "an output that was written": ("attn_only", {"change": written_later}, {}),
+    "other values": ("full", {}, {"change": torch.tanh}),
+    "another dtype": ("full", {"change": torch.tanh}, {"change": lambda output: output.double().tanh().float()}),
+    "an error": ("full", {}, {"attend": {}.__getitem__}),
+}
+"""Policy, and attributes of a block in its forward, and in its recompute."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_of_a_recompute_begins_with_its_block(name: str) -> None:
+    """Not with the block whose recompute was the first. A copy of the error says so, too."""
+    policy, forward, recompute = WRONG[name]
+    model: Any = support.stack(block=OneAttention)
+    fastac.enable(model, policy, blocks="blocks")
+    vars(model.blocks[0]).update(forward)
+    loss = support.loss_of(model(**support.stack_inputs()))
+    vars(model.blocks[0]).update(recompute)
+    with pytest.raises(FastacError, match=r"^AttentionStack\.blocks\.0: ") as raised:
+        loss.backward()
+    assert str(raised.value).count("AttentionStack.blocks") == 1
+    assert len(str(raised.value).splitlines()) <= 5
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+class Outer(torch.nn.Module):
+    """A block with a region inside it, whose recompute reads what the block computed before."""
+
+    before = staticmethod(torch.tanh)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OneAttention()
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(self.inner, self.before(video), text) * 2
+
+
+@POLICIES
+@pytest.mark.parametrize("of", ["Outer", "OneAttention"])
+def test_of_nested_regions_the_one_that_failed_is_named(of: str, policy: str) -> None:
+    outer, inputs = Outer(), support.stack_inputs()
+    loss = support.loss_of(fastac.checkpoint(outer, **inputs, policy=policy))
+    if of == "Outer":
+        outer.before = lambda video: video.tanh().tanh()
+    else:
+        outer.inner.attend = lambda query, key, value: {}[query]
+    with pytest.raises(FastacError, match=f"^{of}: recompute"):
+        loss.backward()
 
 
 # Memory

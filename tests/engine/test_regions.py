@@ -139,6 +139,37 @@ def test_hooks_that_keep_the_tensor_get_a_copy() -> None:
     assert_same(Packing(lambda tensor: tensor).step(block, call, inputs), train_step(block, inputs))
 
 
+def to_bf16(tensor: torch.Tensor) -> Any:
+    """Of an input of a block."""
+    return tensor.bfloat16() if tensor.dim() == 3 else tensor
+
+
+class Rounded:
+    """Packs to whole numbers of a scale."""
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return (tensor * 64).round() / 64 if tensor.dim() == 3 else tensor
+
+
+@pytest.mark.parametrize("policy", ["full", "attn_only"])
+@pytest.mark.parametrize(("pack", "name"), [(to_bf16, "to_bf16"), (Rounded(), "Rounded")], ids=["bf16", "rounded"])
+def test_lossy_hooks_around_it_are_named(pack: Any, name: str, policy: str) -> None:
+    """They change what recompute begins with, on purpose. The error says how to go on, and hooks without loss do."""
+
+    def step(pack: Any, **options: Any) -> None:
+        model = stack()
+        fastac.enable(model, policy, blocks="blocks", **options)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.float()):
+            loss = support.loss_of(model(**stack_inputs()))
+        loss.backward()
+
+    with pytest.raises(FastacError, match=rf'saved_tensors_hooks \({name}\) .*determinism_check="none"') as raised:
+        step(pack)
+    assert len(str(raised.value).splitlines()) <= 5
+    step(pack, determinism_check="none")
+    step(torch.clone)
+
+
 # What ops return, and raise
 
 RETURNS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {

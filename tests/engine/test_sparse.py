@@ -15,7 +15,7 @@ import torch
 
 import fastac
 from tests import support
-from tests.support import assert_region, train_step
+from tests.support import assert_region, assert_same, train_step
 
 KEYS, CHOSEN, DIM = 12, 5, 8
 
@@ -111,10 +111,80 @@ def test_values_that_are_chosen_carry_gradients() -> None:
     assert len(strides) == 1
 
 
-def test_a_choice_under_full() -> None:
-    """Is made again, and compared."""
-    with pytest.raises(fastac.FastacError, match="whole numbers differ"):
-        assert_region(sparse(CHOICES["topk"], Wavering()), inputs(), policy="full")
+@pytest.mark.parametrize("choice", ["topk", "argsort", "by a threshold"])
+def test_a_choice_under_full(choice: str) -> None:
+    """Is made again, and compared. The error names it, and the policy that keeps it."""
+    with pytest.raises(fastac.FastacError, match=r'\((topk|sort)\) again.* policy="attn_only" keeps') as raised:
+        assert_region(sparse(CHOICES[choice], Wavering()), inputs(), policy="full")
+    assert "whole numbers differ" in str(raised.value) or choice == "by a threshold"
+    assert len(str(raised.value).splitlines()) <= 5
+
+
+CHOSEN_BY: dict[str, Choose] = {
+    "topk": lambda scores: scores.topk(2).indices,
+    "argmax": lambda scores: scores.argmax(-1, keepdim=True),
+    "sorted numbers": lambda scores: scores.argmax(-1, keepdim=True).sort(1).values,
+}
+
+
+class Router(torch.nn.Module):
+    """Two of three experts for each token, by scores that waver. It has no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(support.WIDTH, 3)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(support.WIDTH, support.WIDTH) for _ in range(3))
+        self.choose = CHOSEN_BY["topk"]
+        self.noise, self.calls = 0.0, 0
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores = self.gate(video)
+        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(self.calls)) * self.noise
+        chosen, output = self.choose((scores + noise).detach()), torch.zeros_like(video)
+        for number, expert in enumerate(self.experts):
+            tokens = (chosen == number).any(-1)[0].nonzero()[:, 0]
+            output = output.index_add(1, tokens, expert(video[:, tokens]).tanh())
+        return output
+
+
+def routers(policy: Any) -> Any:
+    model = support.stack(block=Router)
+    fastac.enable(model, policy, blocks="blocks")
+    return model
+
+
+@pytest.mark.parametrize("choice", CHOSEN_BY)
+@pytest.mark.parametrize("step", [0, 3], ids=["compared", "not compared"])
+def test_a_router_under_full(step: int, choice: str) -> None:
+    """In any step. What no policy keeps is not named, nor what was chosen elsewhere."""
+    model = routers("full")
+    for block in model.blocks:
+        block.choose = CHOSEN_BY[choice]
+    for _ in range(step):
+        train_step(model, support.stack_inputs())
+    for block in model.blocks:
+        block.noise = 10.0
+    loss = support.loss_of(model(**support.stack_inputs()))
+    torch.rand(4).topk(2)
+    with pytest.raises(fastac.FastacError) as raised:
+        loss.backward()
+    assert ("makes its choices (topk) again" in str(raised.value)) == (choice == "topk")
+    assert ("makes its choices" in str(raised.value)) == (choice == "topk")
+
+
+def test_a_router_under_the_policy_that_the_error_names() -> None:
+    """Without attention attn_only has nothing to save, and says so."""
+
+    def step(policy: Any) -> support.Tensors:
+        model = routers(policy)
+        for block in model.blocks:
+            block.noise, block.calls = 10.0, 0
+        return train_step(model, support.stack_inputs())
+
+    assert_same(step(fastac.Policy("linear_only", linear=("gate",))), step("none"))
+    with pytest.raises(fastac.PolicyNotAppliedError, match="no attention is saved"):
+        step("attn_only")
 
 
 def test_bytes_of_choices_are_reported_apart() -> None:

@@ -131,6 +131,15 @@ def test_an_input_that_is_written_before_backward(step: int, way: str, policy: s
     loss().backward()
 
 
+def test_an_input_that_is_written_where_no_values_are_compared() -> None:
+    """In step 0, which compares them only with the generators restored."""
+    inputs, pair = stack_inputs(), angles()
+    output = fastac.checkpoint(Rotated(), **inputs, rotary=pair, preserve_rng_state=False)
+    pair[1].mul_(2)
+    with pytest.raises(CheckpointError, match=r"^Rotated: a tensor given by keyword"):
+        output.sum().backward()
+
+
 @of_policies
 @pytest.mark.parametrize("given", ["its own", "that of all layers"])
 def test_a_cache_that_the_blocks_write(given: str, policy: str) -> None:

@@ -6,17 +6,20 @@ wrong gradients.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 import fastac
@@ -192,6 +195,65 @@ def test_steps_whose_values_are_compared() -> None:
             raised.append(True)
     expected = {0: "++.", 1: "+.", 2: "+.", 3: ".", 4: "++.", 5: ".", 6: ".", 7: ".", 8: "+"}
     assert raised == [seen == "+" for seen in "".join(expected.values())]
+
+
+# Contexts of attention around the forward alone, or around backward
+
+
+ALL, MATH = "CUDNN_ATTENTION, FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH", "MATH"
+
+
+@contextlib.contextmanager
+def without_flash() -> Iterator[None]:
+    """By a switch, in the place of a context."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+CONTEXTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), "torch.nn.attention.sdpa_kernel allowed", ALL, MATH),
+    "a switch": (without_flash, "torch.nn.attention.sdpa_kernel allowed", ALL, ALL.replace("FLASH_ATTENTION, ", "")),
+    "diffusers": (
+        lambda: attention_backend("_native_math"),
+        "diffusers' attention_backend was",
+        "native",
+        "_native_math",
+    ),
+}
+
+
+@pytest.mark.parametrize(("side", "policy"), [("forward", "full"), ("backward", "full"), ("backward", "attn_only")])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_an_attention_context_on_one_side(name: str, side: str, policy: str) -> None:
+    """attn_only refuses a forward without a kernel to save, and names it. Around both sides, the context is exact."""
+    context, begin, usual, inside = CONTEXTS[name]
+    model, batch = recipes.build()
+    fastac.enable(model, policy)
+    with context() if side == "forward" else contextlib.nullcontext():
+        loss = support.loss_of(model(**batch))
+    with context() if side == "backward" else contextlib.nullcontext():
+        message = error_of(loss)
+    first, second = (inside, usual) if side == "forward" else (usual, inside)
+    assert f"\n{begin} {first} in the forward and {second} in recompute: " in message
+    assert message.count("in the forward and") == 1
+    if policy == "full":
+        with context():
+            support.loss_of(model(**batch)).backward()
+
+
+def test_a_context_of_the_block_s_own_is_not_blamed() -> None:
+    """It is open when the error is raised, in the forward and in recompute."""
+    block, more = AttentionBlock(), 1
+    block.attend = lambda query, key, value: support.math_kernel(query, key, value * more)
+    loss = support.loss_of(fastac.checkpoint(block, **support.stack_inputs(), policy="full"))
+
+    def fails(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return query[..., 1:].sin()
+
+    block.attend = fails
+    assert "sdpa_kernel" not in error_of(loss)
 
 
 # Blocks that change what they read themselves, in training mode, and hold it in no buffer
