@@ -117,13 +117,11 @@ class Enabled:
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError if a forward was wrapped since."""
         self.host.detach()  # first: it raises before anything has changed
-        for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
-            # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                self.model._forward_pre_hooks_with_kwargs.pop(key, None)
-                self.model._forward_hooks_with_kwargs.pop(key, None)
-                self.model._forward_hooks_always_called.pop(key, None)
+        # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
+        dicts = [value for name, value in vars(self.model).items() if name.startswith("_forward_") and "hooks" in name]
+        for key in [key for hooks in dicts for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+            for hooks in dicts:
+                hooks.pop(key, None)
         linear.detach(self.model)
         vars(self.model).pop(ENABLED, None)
 
@@ -180,14 +178,14 @@ class Enabled:
         if self.planner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.planner.after_forward(outputs)
         replaced = self.host.is_replaced
-        if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and not replaced):
+        # The model's own checkpointing is exact, and does all that a policy does which saves nothing.
+        if not torch.is_grad_enabled() or (saves_nothing(self.policy) if replaced else torch.compiler.is_compiling()):
             return
-        if replaced and saves_nothing(self.policy):
-            return  # it is exact, and does what the policy does
         new = self.host.new_blocks()
         if self.opened and not new and not replaced:
             self.check_saved()
-        elif str(self.policy) == "none":
+            return
+        if str(self.policy) == "none":
             return
         for name, block in new.items():
             raise PolicyNotAppliedError(
@@ -195,10 +193,7 @@ class Enabled:
                 f"is new, or its forward was replaced since fastac.enable. Call fastac.enable again."
             )
         # Regions inside a compiled graph run no Python of ours: the graph's nodes in the outputs' history show them.
-        is_missed = (
-            not self.opened and self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs)))
-        )
-        if replaced or is_missed:
+        if replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs)))):
             cause, way_out = self.host.why_no_region()
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "

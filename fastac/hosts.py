@@ -350,20 +350,15 @@ class ForwardHost(Host):
 
     def new_blocks(self) -> dict[str, torch.nn.Module]:
         """By name, the blocks that are new since `enable`, or whose forward was replaced."""
-        forwards = self.forwards.values()
-        known = {
-            replaced.block for replaced in forwards if _forward_of(replaced.block) or replaced.is_wrapped
-        } | self.others
+        known = self.others | {
+            item.block for item in self.forwards.values() if _forward_of(item.block) or item.is_wrapped
+        }
         listed = self._listed()
         for name in self.forwards.keys() - listed.keys():
             with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
                 listed[name] = self.model.get_submodule(name)
         # torch.compile puts an OptimizedModule around a block, so look inside it as well.
-        return {
-            name: block
-            for name, block in listed.items()
-            if inside(block) not in known and unwrapped(inside(block)) not in known
-        }
+        return {name: block for name, block in listed.items() if not known & {inside(block), unwrapped(inside(block))}}
 
     def _listed(self) -> dict[str, torch.nn.Module]:
         """The modules that are now in the lists of the blocks, by name."""
