@@ -470,6 +470,19 @@ def test_a_shallow_copy_has_buffers_of_its_own(policy: str) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+def test_a_shallow_copy_has_a_state_of_its_own() -> None:
+    """Its modules are others than those of its original, so they are looked at anew."""
+    policy, inputs = fastac.Policy("attn_only", linear=("ffn.0",)), stack_inputs()
+    model = support.stack(policy=policy)
+    train_step(model, inputs)
+    control = Control(control_branch(model, copy.copy))
+    for block in control.blocks:
+        vars(block)["_modules"] = support.AttentionBlock()._modules
+    control.policy = policy
+    train_step(control, inputs)
+    assert fastac.report(control).rows[0].linear_saved == 2
+
+
 def test_a_copy_of_a_compiled_block_is_not_compiled() -> None:
     model, inputs = support.stack(), stack_inputs()
     fastac.compile(model, "attn_only", blocks="blocks", backend="eager")

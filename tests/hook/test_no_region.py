@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -535,3 +537,16 @@ def test_copied_blocks_in_wrappers(name: str, to: str) -> None:
     fastac.disable(other)
     step_of(other)
     assert step_of(model) == 4
+
+
+def test_a_shallow_copy_is_not_kept() -> None:
+    """torch.nn.DataParallel makes copies of a model in every step."""
+    model = diffuser()
+    fastac.enable(model)
+    other = copy.copy(model)
+    vars(other)["_modules"] = {"blocks": torch.nn.ModuleList([copy.copy(block) for block in model.blocks])}
+    assert step_of(other) == 4
+    kept = weakref.ref(other.blocks[0])
+    del other
+    gc.collect()
+    assert kept() is None
