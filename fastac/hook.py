@@ -185,20 +185,20 @@ class Enabled:
         if self.opened and not new and not replaced:
             self.check_saved()
             return
-        if str(self.policy) == "none":
+        # Regions inside a compiled graph run no Python of ours: the graph's nodes in the outputs' history show them.
+        missed = replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs))))
+        if not (new or missed) or str(self.policy) == "none":
             return
         for name, block in new.items():
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)}.{name} ({class_name(block)}) ran without checkpointing: the block "
                 f"is new, or its forward was replaced since fastac.enable. Call fastac.enable again."
             )
-        # Regions inside a compiled graph run no Python of ours: the graph's nodes in the outputs' history show them.
-        if replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs)))):
-            cause, way_out = self.host.why_no_region()
-            raise PolicyNotAppliedError(
-                f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
-                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
-            )
+        cause, way_out = self.host.why_no_region()
+        raise PolicyNotAppliedError(
+            f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
+            f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
+        )
 
     def check_once_all_ran(self) -> None:
         """Call `check_saved` once all blocks ran: a trainer may call the blocks itself, without the model's forward."""
