@@ -212,9 +212,9 @@ class Enabled:
         """Raise PolicyNotAppliedError if blocks ran and nothing was saved in any of them."""
         if self.saved:
             return
-        # A UNet calls parts of its blocks. If none has attention, nothing is recomputed that the policy would save.
+        # A UNet calls parts of its blocks. If none has attention, none is recomputed, and "attn_only" asks for no more.
         parts = [*self.host.called.values()]
-        parts *= any((latest := state_of(part).latest) and latest.calls for part in parts)
+        parts *= any(not self.policy_of(part).saves(0) or getattr(state_of(part).latest, "calls", ()) for part in parts)
         policies = {block: self.policy_of(block) for block in (*self.blocks.values(), *parts)}
         ran = {block for block in policies if state_of(block).latest}
         # Blocks with a replaced forward are called each by itself. Under a policy that saves nothing they leave no

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel, UNet2DModel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -437,6 +437,20 @@ def test_a_policy_that_saves_nothing_in_any_part_of_a_unet() -> None:
         fastac.enable(model, policy)
         for _ in range(2):
             unet_step(model)
+
+
+def test_a_unet_that_checkpoints_no_attention() -> None:
+    """None runs again, as "attn_only" asks. A policy that saves some lengths of it is not what was meant."""
+    blocks = {"down_block_types": ("AttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "AttnUpBlock2D")}
+    sizes = {"norm_num_groups": 4, "layers_per_block": 1, "block_out_channels": (8, 8), "attention_head_dim": 4}
+    model = UNet2DModel(in_channels=4, out_channels=4, **sizes, **blocks)
+    image, time = torch.randn(1, 4, 8, 8), torch.tensor([1])
+    for policy in ("attn_only", "full", "none"):
+        fastac.enable(model, policy)
+        model(image, time).sample.sum().backward()
+    fastac.enable(model, "long_attn_only")
+    with pytest.raises(PolicyNotAppliedError, match="no attention is saved in any block"):
+        model(image, time).sample.sum().backward()
 
 
 def test_an_autoencoder_under_a_policy_that_saves_nothing() -> None:
