@@ -357,8 +357,9 @@ class ForwardHost(Host):
         for name in self.forwards.keys() - listed.keys():
             with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
                 listed[name] = self.model.get_submodule(name)
+        new = {name: block for name, block in listed.items() if inside(block) not in known}
         # torch.compile puts an OptimizedModule around a block, so look inside it as well.
-        return {name: block for name, block in listed.items() if not known & {inside(block), unwrapped(inside(block))}}
+        return {name: block for name, block in new.items() if unwrapped(inside(block)) not in known}
 
     def _listed(self) -> dict[str, torch.nn.Module]:
         """The modules that are now in the lists of the blocks, by name."""
