@@ -134,6 +134,12 @@ def run(
     options: preserve_rng_state, determinism_check and early_stop; these, debug and hooks are as in `checkpoint`.
     """
     if policy.checkpoints and _is_eager(args, kwargs, debug):
+        if (off := torch_private.hooks_off()) is not None or torch_private.in_symbolic_trace((args, kwargs)):
+            seen = f"torch says: {off.partition('. ')[0]}" if off else "torch.fx.symbolic_trace would leave it out"
+            raise FastacError(
+                f"{describe(function)} is called where a checkpoint (policy {policy}) cannot run. {seen}.\n"
+                f'Call fastac.disable(model) before that, or give the block policy "none".'
+            )
         # They are read before the region opens: inside it, its own hooks are the innermost ones.
         user_hooks = torch_private.saved_tensors_hooks() if hooks else None
         return _RegionCall(function, args, kwargs, policy).run(user_hooks, **options)
@@ -171,12 +177,11 @@ def _run_without_region(function: Any, args: Any, kwargs: Any, policy: Policy, o
     # make_fx recomputes nothing that it traced. The region is marked, for the passes of fastac.graph.
     if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
-    debug = torch_private.in_debug_mode(debug)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)  # there is nothing to recompute
     # AOT and plans run on tensors without data, which a region cannot compare. torch's checkpoint asks the same policy.
-    has_no_data = torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values())))
-    if has_no_data or debug or DISABLED:
-        return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
-    return function(*args, **kwargs)  # without gradients there is nothing to recompute
+    options = {**options, "debug": torch_private.in_debug_mode(debug)}
+    return tracing.run_under_torch(function, args, kwargs, policy, options)
 
 
 def check_determinism(call: str, determinism_check: str) -> None:

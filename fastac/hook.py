@@ -30,7 +30,6 @@ from fastac.hosts import (
     ENABLED,
     ForwardHost,
     FunctionHost,
-    WrapperHost,
     blocks_given,
     detach_all,
     policy_of,
@@ -74,15 +73,13 @@ class Enabled:
     planner: Planner | None = None
     """Under policy "auto": it chooses `policy` when a forward begins."""
     opened: int = 0
-    """The number of regions that the running forward of the model has opened."""
+    """The number of regions that the running forward of the model has opened; under "full", of calls that it made."""
     saved: bool = False
     """Whether some region saved something, or the policy saves nothing."""
 
     def __post_init__(self, host_class: type[FunctionHost] | type[ForwardHost]) -> None:
         self.options = {"preserve_rng_state": True, "determinism_check": self.determinism_check, "early_stop": True}
         self.host = host_class(self)
-        self.wrappers = WrapperHost(self, self.host.function)
-        self.saved = saves_nothing(self.policy)
 
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block: the module, a bound method of it, or the compiled block."""
@@ -104,9 +101,7 @@ class Enabled:
         """Make the model call fastac for its blocks. Raises FastacError if a host or a Linear module refuses."""
         self.host.attach()
         vars(self.model)[ENABLED] = self  # past __setattr__, which a class may define in its own way
-        for block in self.blocks.values():
-            linear.attach(block, self.policy_of(block))
-        self.wrappers.attach()
+        self.apply()
         self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         self.model.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
         out_of_memory.watch_backward()
@@ -114,28 +109,29 @@ class Enabled:
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError if a forward was wrapped since."""
         self.host.detach()  # first: it raises before anything has changed
-        self.wrappers.detach()
-        for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
-            # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                self.model._forward_pre_hooks_with_kwargs.pop(key, None)
-                self.model._forward_hooks_with_kwargs.pop(key, None)
-                self.model._forward_hooks_always_called.pop(key, None)
+        # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
+        dicts = [value for name, value in vars(self.model).items() if name.startswith("_forward_") and "hooks" in name]
+        for key in [key for hooks in dicts for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+            for hooks in dicts:
+                hooks.pop(key, None)
         linear.detach(self.model)
         vars(self.model).pop(ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The model's forward begins: count its regions, and plan. Raises PolicyNotAppliedError as the host does."""
+        """The model's forward begins: count its regions, and plan. Raises PolicyNotAppliedError as `after_forward`."""
         if not torch.compiler.is_compiling():
             self.opened = 0
-            if torch.is_grad_enabled():
-                self.host.before_forward()
-                if self.planner is not None and self.host.is_on and not self.host.is_replaced:
-                    blocks = self.blocks.values()
-                    choice = self.planner.before_forward(self.model, blocks, args, kwargs, self.saves_linear)
-                    if choice is not None:
-                        self.take(choice)
+            if torch.is_grad_enabled() and self.host.forwards and self.host.is_replaced:
+                said = f"{self.policy}: {class_name(model)}: {self.host.why_no_region()[0]}."
+                if not saves_nothing(self.policy):
+                    raise PolicyNotAppliedError(said)
+                # It is exact.
+                if any(getattr(switch.function, "keywords", {}).get("use_reentrant") for switch in self.host.switches):
+                    kinds.warn_once(model, "reentrant", f"{said} It is reentrant: their forward runs three times.")
+            if torch.is_grad_enabled() and self.planner is not None and self.host.is_on and not self.host.is_replaced:
+                choice = self.planner.before_forward(self.model, self.blocks.values(), args, kwargs, self.saves_linear)
+                if choice is not None:
+                    self.take(choice)
 
     def saves_linear(self) -> bool:
         """Whether the blocks can save outputs of Linear modules: compiled ones cannot."""
@@ -155,6 +151,10 @@ class Enabled:
             )
         for replaced in self.host.forwards.values():
             replaced.policy = self.policy_of(replaced.block)
+        self.apply()
+
+    def apply(self) -> None:
+        """Tell the blocks what their policies need. Raises FastacError if a Linear module refuses."""
         offloading = sum(bool(self.policy_of(block).offload) for block in self.blocks.values())
         for block in self.blocks.values():
             state_of(block).offloading = offloading
@@ -169,24 +169,28 @@ class Enabled:
             return
         if self.planner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.planner.after_forward(outputs)
-        if not torch.is_grad_enabled() or saves_nothing(self.policy):
-            return
         replaced = self.host.is_replaced
-        if torch.compiler.is_compiling() and not replaced:
+        # The model's own checkpointing is exact, and does all that a policy does which saves nothing.
+        if not torch.is_grad_enabled() or (saves_nothing(self.policy) if replaced else torch.compiler.is_compiling()):
             return
-        self.host.after_forward()
-        if self.opened and not replaced:
+        new = self.host.new_blocks()
+        if self.opened and not new and not replaced:
             self.check_saved()
+            return
         # Regions inside a compiled graph run no Python of ours: the graph's nodes in the outputs' history show them.
-        elif replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs)))):
-            cause, way_out = self.host.why_no_region()
-            if replaced:
-                cause = "model.enable_gradient_checkpointing() or a trainer replaced fastac's function since"
-                way_out = "Leave that call out, or call fastac.enable again after it."
+        missed = replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs))))
+        if not (new or missed) or str(self.policy) == "none":
+            return
+        for name, block in new.items():
             raise PolicyNotAppliedError(
-                f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
-                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
+                f"{self.policy}: {class_name(model)}.{name} ({class_name(block)}) ran without checkpointing: the block "
+                f"is new, or its forward was replaced since fastac.enable. Call fastac.enable again."
             )
+        cause, way_out = self.host.why_no_region()
+        raise PolicyNotAppliedError(
+            f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
+            f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
+        )
 
     def check_once_all_ran(self) -> None:
         """Call `check_saved` once all blocks ran: a trainer may call the blocks itself, without the model's forward."""
@@ -200,10 +204,13 @@ class Enabled:
         """Raise PolicyNotAppliedError if blocks ran and nothing was saved in any of them."""
         if self.saved:
             return
-        policies = {block: self.policy_of(block) for block in self.blocks.values()}
+        # A UNet calls parts of its blocks. If none has attention, none is recomputed, and "attn_only" asks for no more.
+        parts = [*self.host.called.values()]
+        parts *= any(not self.policy_of(part).saves(0) or getattr(state_of(part).latest, "calls", ()) for part in parts)
+        policies = {block: self.policy_of(block) for block in (*self.blocks.values(), *parts)}
         ran = {block for block in policies if state_of(block).latest}
-        # A UNet calls parts of its blocks, but blocks with a replaced forward are called each by itself. Blocks under a
-        # policy that saves nothing leave no result, so they are not seen to run.
+        # Blocks with a replaced forward are called each by itself. Under a policy that saves nothing they leave no
+        # result, so they are not seen to run.
         for container in grouped(self.blocks) if self.host.forwards and ran else ():
             if not any(block in ran or policies[block].saves_nothing for block in container.blocks.values()):
                 remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
@@ -278,10 +285,10 @@ def enable(
         if before is not None:
             before.attach()
         raise
-    offloading = sum(bool(enabled.policy_of(block).offload) for block in named.values())
     for name, block in named.items():
         # The object stays, because regions whose backward is still to come hold it.
-        vars(state_of(block)).update(vars(BlockState(f"{class_name(model)}.{name}", offloading)))
+        state = state_of(block)
+        vars(state).update(vars(BlockState(f"{class_name(model)}.{name}", state.offloading, state.block)))
         kinds.forget_kinds(block)  # the next regions of its class are first ones, and are observed
     if planner is not None and planner.latest is not None:
         enabled.take(planner.latest)

@@ -2,8 +2,7 @@
 
 - `FunctionHost`: a diffusers model calls its gradient checkpointing function, and we give it ours.
 - `ForwardHost`: in any other model, we replace the `forward` of each block.
-- `WrapperHost`: a CheckpointWrapper around a block (accelerate, torch) calls its `checkpoint_fn`, and we replace that
-  as well. A model has one of the first two hosts, and this one beside it.
+- A CheckpointWrapper around a block (accelerate, torch) calls its `checkpoint_fn`, and both hosts replace that as well.
 
 A host knows what it replaced, and is copied and pickled with the model.
 """
@@ -11,42 +10,37 @@ A host knows what it replaced, and is copied and pickled with the model.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fastac.checkpointing import run
-from fastac.engine import kinds
+from fastac.engine import linear
 from fastac.engine.blocks import block_of, describe, inside, is_inside, state_of
 from fastac.engine.checkpoint_wrappers import call_plainly, check_default, is_wrapper, wrappers_around
-from fastac.errors import FastacError, PolicyNotAppliedError, class_name
+from fastac.errors import FastacError, class_name
 from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwrapped
 from fastac.models.switches import Switch, switches_of, transformers_switches
-from fastac.policy import BlockPolicies, Policy, saves_nothing
+from fastac.policy import BlockPolicies, Policy
 
 ENABLED = "_fastac"
 """The attribute of a model that holds its `Enabled`."""
 
 
-class Owner(Protocol):
-    """What a host needs of its model's `Enabled` (hook.py), which imports this module."""
+class EnabledReference:
+    """Leads from a block to the `Enabled` of its model, which sets it again in a copied or unpickled model.
 
-    model: torch.nn.Module
-    given: Any
-    policy: Policy | BlockPolicies
-    blocks: dict[str, torch.nn.Module]
-    options: dict[str, Any]
-    wrappers: WrapperHost
-    opened: int
-    saved: bool
+    It is all that a block holds of its model: a block that is copied without the model has a reference to nothing.
+    """
 
-    def check_once_all_ran(self) -> None:
-        """Raise PolicyNotAppliedError if every block ran and none of them saved anything."""
+    enabled: Any = None
 
-    def detach(self) -> None:
-        """Leave the model as it was before `attach`."""
+    def __reduce__(self) -> Any:
+        return EnabledReference, ()
 
 
 def detach_all(model: torch.nn.Module) -> None:
@@ -55,11 +49,20 @@ def detach_all(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (enabled := vars(module).get(ENABLED)) is not None:
             enabled.detach()
+    # What is left came with copies of parts of other models.
+    for module in model.modules():
+        replaced = _forward_of(module)
+        if replaced and not ((owner := replaced.reference.enabled) and module in owner.blocks.values()):
+            replaced.detach()
+            linear.detach(module)
+        for name, value in vars(module).items():
+            if is_ours(value) and value is not call_plainly and value.args[0].enabled is None:
+                vars(module)[name] = call_plainly
 
 
 def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
     """The argument `blocks` of a call; by default that of the previous `enable`."""
-    enabled: Owner | None = vars(model).get(ENABLED)
+    enabled = vars(model).get(ENABLED)
     return enabled.given if blocks is None and enabled is not None else blocks
 
 
@@ -80,8 +83,10 @@ def policy_of(policy: Policy | BlockPolicies, function: Any) -> Policy:
 class Host:
     """What `FunctionHost` and `ForwardHost` have in common. `Enabled` has one of them."""
 
-    def __init__(self, enabled: Owner) -> None:
+    def __init__(self, enabled: Any) -> None:
         self.enabled, self.model, self.blocks = enabled, enabled.model, enabled.blocks
+        self.reference = EnabledReference()
+        self.reference.enabled = enabled
         # By default it does nothing but call the block, whose own forward is checkpointed already.
         self.function: Callable[..., Any] = call_plainly
         """The function that we give to modules with gradient checkpointing, and to CheckpointWrappers."""
@@ -91,30 +96,57 @@ class Host:
         """By qualified name, other modules than the blocks that the model calls fastac for, as parts of blocks."""
         self.forwards: dict[str, Forward] = {}
         """By the block's qualified name, the forwards that are replaced."""
+        self.wrappers: list[tuple[Any, Any]] = []
+        """Each CheckpointWrapper that was taken over, with the function that it had."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.reference.enabled = self.enabled
+
+    def attach(self) -> None:
+        """Take over the CheckpointWrappers around blocks. Raises FastacError as `take_over`."""
+        blocks = set(self.blocks.values())
+        for module in self.model.modules():
+            if is_wrapper(module) and inside(module) in blocks:
+                self.take_over(module)
+
+    def take_over(self, wrapper: Any) -> None:
+        """Make a CheckpointWrapper call our function. Raises FastacError if it has options other than torch's."""
+        if wrapper.checkpoint_fn is self.function:  # taken over before
+            return
+        if not is_ours(wrapper.checkpoint_fn):
+            check_default(wrapper, describe(inside(wrapper)))
+        self.wrappers.append((wrapper, wrapper.checkpoint_fn))
+        wrapper.checkpoint_fn = self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
+        for wrapper, function in self.wrappers:
+            wrapper.checkpoint_fn = function
         for switch in self.switches:
             # If somebody set another function since, that is what the user wants now: it stays.
             if is_ours(switch.function):
                 switch.restore()
-        self.switches = []
+        self.switches, self.wrappers = [], []
 
     @property
     def is_on(self) -> bool:
         """Whether checkpointing that calls fastac is on. A replaced forward has no switch: it always calls fastac."""
-        return True
+        return bool(self.forwards) or any(switch.is_on for switch in self.switches)
 
     @property
     def is_replaced(self) -> bool:
         """Whether gradient checkpointing is on with a function that is not ours."""
         return is_another_on(self.switches)
 
-    def before_forward(self) -> None:
-        """The model's forward begins, with gradients on."""
+    @property
+    def is_active(self) -> bool:
+        """Whether the model calls fastac for all of its blocks."""
+        return self.is_on and not self.is_replaced and not self.new_blocks()
 
-    def after_forward(self) -> None:
-        """The model's forward has ended, with gradients on."""
+    def new_blocks(self) -> dict[str, torch.nn.Module]:
+        """By name, the blocks that are new since `enable`, or whose forward was replaced."""
+        return {}
 
     def blocks_called(self) -> dict[str, torch.nn.Module]:
         """The blocks by qualified name. A block that was not called gives way to called modules in it or around it."""
@@ -132,9 +164,9 @@ def _overlaps(name: str, others: Iterable[str]) -> bool:
 class FunctionHost(Host):
     """The gradient checkpointing function of a diffusers model. The model calls it as function(block, *inputs)."""
 
-    def __init__(self, enabled: Owner) -> None:
+    def __init__(self, enabled: Any) -> None:
         super().__init__(enabled)
-        self.function = functools.partial(_run_function, self)
+        self.function = functools.partial(_run_function, self.reference)
         self.noted = set(self.blocks.values())
         """The blocks, and the modules in `called`."""
 
@@ -144,22 +176,20 @@ class FunctionHost(Host):
         self.switches = switches_of(model)
         with contextlib.suppress(TypeError):  # a class whose method takes no function
             model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)
-        if any(is_ours(switch.function) for switch in self.switches):
-            return
-        for switch in self.switches:
-            switch.restore()
-        raise FastacError(
-            f"enable: {class_name(model)} drops the gradient checkpointing function that it is given: its forward "
-            f"checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
-        )
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the model's flag of gradient checkpointing is on."""
-        return any(switch.is_on for switch in self.switches)
+        if not any(is_ours(switch.function) for switch in self.switches):
+            for switch in self.switches:
+                switch.restore()
+            raise FastacError(
+                f"enable: {class_name(model)} drops the gradient checkpointing function that it is given: its forward "
+                f"checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
+            )
+        super().attach()
 
     def why_no_region(self) -> tuple[str, str]:
         """The cause, and a way out, if the model's forward opened no region."""
+        if self.is_replaced:
+            cause = "model.enable_gradient_checkpointing() or a trainer replaced fastac's function since"
+            return cause, "Leave that call out, or call fastac.enable again after it."
         cause = "its forward checkpoints by itself, or it calls other modules"
         return cause, name_blocks(self.model, grouped(self.blocks))
 
@@ -167,22 +197,30 @@ class FunctionHost(Host):
         """Note a called module that is not one of the blocks: a UNet checkpoints the resnets and attentions in them."""
         block = block_of(function)
         if block is not None and block not in self.noted:
-            self.noted.add(block)
-            self.called |= {name: block for name, module in self.model.named_modules() if inside(module) is block}
+            called = {name: block for name, module in self.model.named_modules() if inside(module) is block}
+            self.called |= called
+            self.noted.update(called.values())  # not a module of a copied model: it would stay in memory
 
 
-def _run_function(host: FunctionHost, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _run_function(reference: EnabledReference, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The function that a model or a CheckpointWrapper calls for a block.
 
     `is_ours` recognises it in a functools.partial.
     """
-    enabled = host.enabled
+    enabled = reference.enabled
+    if enabled is None:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        raise FastacError(
+            f"{describe(function)} was copied without the model that fastac.enable was called on, and has no policy. "
+            f"Call fastac.enable on the model that it is in now, or fastac.disable."
+        )
     if not torch.compiler.is_compiling():
         enabled.opened += 1
-        host.note(function)
+        enabled.host.note(function)
     around = list(wrappers_around(function)) if inside(function) is not function else ()
     for wrapper in around:  # somebody may have wrapped the block after `enable`
-        enabled.wrappers.take_over(wrapper)
+        enabled.host.take_over(wrapper)
     if around:
         # The wrapper calls this function again, for the block inside it. A region here would checkpoint it twice.
         return function(*args, **kwargs)
@@ -192,8 +230,8 @@ def _run_function(host: FunctionHost, function: Any, /, *args: Any, **kwargs: An
 class Forward:
     """A block whose own forward is checkpointed."""
 
-    def __init__(self, enabled: Owner, block: torch.nn.Module) -> None:
-        self.enabled, self.block = enabled, block
+    def __init__(self, enabled: Any, block: torch.nn.Module) -> None:
+        self.reference, self.options, self.block = enabled.host.reference, enabled.options, block
         self.policy = policy_of(enabled.policy, block)
         self.before: Callable[..., Any] | None = vars(block).get("forward")
         """The block's own attribute `forward` before `enable`; None if only its class has one."""
@@ -216,16 +254,10 @@ class Forward:
     def detach(self) -> None:
         """Give the block its forward back."""
         # If it is not attached, a hook from before `enable` was removed since, and restored the forward of that time.
-        if self.is_attached:
+        if _forward_of(self.block) is not None:
             del vars(self.block)["forward"]
             if self.before is not None:
                 vars(self.block)["forward"] = self.before
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the block's forward opens a region."""
-        forward = vars(self.block).get("forward")
-        return isinstance(forward, functools.partial) and forward.func is _run_forward
 
     @property
     def is_wrapped(self) -> bool:
@@ -234,6 +266,22 @@ class Forward:
         while forward is not None and getattr(forward, "func", None) is not _run_forward:
             forward = _inside_hook(forward)
         return forward is not None
+
+
+def _forward_of(module: torch.nn.Module) -> Forward | None:
+    """What replaced the forward of a module; None if nothing did, or a hook was put around that since."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, functools.partial) or forward.func is not _run_forward:
+        return None
+    replaced: Forward = forward.args[0]
+    if replaced.block is not module and isinstance(module, type(replaced.block)):
+        # A shallow copy (copy.copy, torch.nn.DataParallel) has the attributes of the block, and may have other weights.
+        replaced = copy.copy(replaced)
+        replaced.block = module
+        if hasattr(replaced.before, "_torchdynamo_orig_callable"):
+            replaced.before = None  # it is compiled, and runs the block
+        replaced.attach()
+    return replaced
 
 
 def _inside_hook(forward: Any) -> Any:
@@ -249,7 +297,7 @@ def _inside_hook(forward: Any) -> Any:
 class ForwardHost(Host):
     """The `forward` of each block, if the model takes no function or `enable` was given the blocks."""
 
-    def __init__(self, enabled: Owner) -> None:
+    def __init__(self, enabled: Any) -> None:
         super().__init__(enabled)
         self.others = {inside(module) for module in self._listed().values()} - set(self.blocks.values())
         """Other modules in the lists that hold the blocks: `blocks` may name some members of a list."""
@@ -273,7 +321,8 @@ class ForwardHost(Host):
             # gradients that comes before recompute, which would run without the adapter.
             self.input_grads = not getattr(self.model, "_require_grads_hooks", ())
             if self.input_grads:
-                self.model.enable_input_require_grads()  # type: ignore[operator]
+                self.model.enable_input_require_grads()
+        super().attach()
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError if a forward was wrapped since."""
@@ -285,50 +334,32 @@ class ForwardHost(Host):
         for replaced in self.forwards.values():
             replaced.detach()
         if self.input_grads:
-            self.model.disable_input_require_grads()  # type: ignore[operator]
+            self.model.disable_input_require_grads()
         super().detach()
 
     def why_no_region(self) -> tuple[str, str]:
-        """The cause, and a way out, if the model's forward opened no region."""
+        """The cause, and a way out, if the model's forward opened no region, or its own checkpointing is on."""
+        if self.is_replaced:
+            said = "gradient checkpointing was switched on after fastac.enable, so its blocks are checkpointed twice"
+            return f"{said}. Switch it off: {_off(self.model)}", ""
         return (
             "gradients are off in them (reentrant checkpointing, no_grad), or it calls other modules",
             "Leave the model's own checkpointing off, or pass use_reentrant=False to it. Else name what it calls: "
             f"blocks=... {module_lists(self.model)}",
         )
 
-    def before_forward(self) -> None:
-        """Raise PolicyNotAppliedError for the model's own checkpointing inside the blocks' forward.
-
-        If the policy saves nothing, results are exact. Then only warn of a reentrant one: it costs a third forward.
-        """
-        if not self.is_replaced:
-            return
-        said = (
-            f"{self.enabled.policy}: gradient checkpointing of {class_name(self.model)} was switched on after "
-            f"fastac.enable, so its blocks are checkpointed twice. Switch it off: {_off(self.model)}."
-        )
-        if not saves_nothing(self.enabled.policy):
-            raise PolicyNotAppliedError(said)
-        if any(getattr(switch.function, "keywords", {}).get("use_reentrant") for switch in self.switches):
-            said += " It is reentrant: their forward runs three times in a step."
-            kinds.warn_once(self.model, "reentrant", said)
-
-    def after_forward(self) -> None:
-        """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was replaced."""
-        forwards = self.forwards.values()
-        known = {replaced.block for replaced in forwards if replaced.is_attached or replaced.is_wrapped} | self.others
+    def new_blocks(self) -> dict[str, torch.nn.Module]:
+        """By name, the blocks that are new since `enable`, or whose forward was replaced."""
+        known = self.others | {
+            item.block for item in self.forwards.values() if _forward_of(item.block) or item.is_wrapped
+        }
         listed = self._listed()
         for name in self.forwards.keys() - listed.keys():
             with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
                 listed[name] = self.model.get_submodule(name)
-        for name, block in listed.items():
-            # torch.compile puts an OptimizedModule around a block, so look inside it as well.
-            if inside(block) not in known and unwrapped(inside(block)) not in known:
-                raise PolicyNotAppliedError(
-                    f"{self.enabled.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without "
-                    f"checkpointing: the block is new, or its forward was replaced since fastac.enable. Call "
-                    f"fastac.enable again."
-                )
+        new = {name: block for name, block in listed.items() if inside(block) not in known}
+        # torch.compile puts an OptimizedModule around a block, so look inside it as well.
+        return {name: block for name, block in new.items() if unwrapped(inside(block)) not in known}
 
     def _listed(self) -> dict[str, torch.nn.Module]:
         """The modules that are now in the lists of the blocks, by name."""
@@ -342,53 +373,32 @@ class ForwardHost(Host):
 
 
 def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """The function that replaces a block's forward. `Forward.is_attached` recognises it in a functools.partial."""
+    """The function that replaces a block's forward. `_forward_of` recognises it in a functools.partial."""
+    # The caller says which module is called: a shallow copy of the block has the block's `forward`. Frames of others
+    # than torch are not read, since reading them would keep their tensors alive.
+    if not torch.compiler.is_dynamo_compiling() and (caller := sys._getframe(1)).f_globals is _TORCH_MODULE:
+        replaced = _forward_of(caller.f_locals.get("self", replaced.block)) or replaced
+    # A block that was copied without its model is checkpointed, and nobody counts its calls.
+    enabled = None if torch.compiler.is_compiling() else replaced.reference.enabled
+    if enabled is not None and (torch.is_grad_enabled() or replaced.policy.saves_nothing):
+        enabled.opened += 1  # without gradients: a reentrant checkpoint around it, which is exact
     if not torch.is_grad_enabled():
         return replaced.forward(*args, **kwargs)
-    enabled, block = replaced.enabled, replaced.block
     # torch compiles the call of a module around its forward, so around the region: it would fall back to eager code.
-    if block._compiled_call_impl is not None:
+    if replaced.block._compiled_call_impl is not None:
         raise FastacError(
-            f"{describe(block)}: block.compile() compiles around its checkpoint, and torch runs that eagerly. "
+            f"{describe(replaced.block)}: block.compile() compiles around its checkpoint, and torch runs that eagerly. "
             f"Use fastac.compile(model, blocks=...) instead of block.compile() and fastac.enable."
         )
-    if torch.compiler.is_compiling():
-        return run(replaced.forward, args, kwargs, replaced.policy, enabled.options)
-    enabled.opened += 1
     # The policy is that of the block, not looked up by the forward: dynamo does not know what a method is bound to.
-    outputs = run(replaced.forward, args, kwargs, replaced.policy, enabled.options)
-    if not enabled.saved:
+    outputs = run(replaced.forward, args, kwargs, replaced.policy, replaced.options)
+    if enabled is not None and not enabled.saved:
         enabled.check_once_all_ran()
     return outputs
 
 
-class WrapperHost:
-    """The `checkpoint_fn` of each CheckpointWrapper around a block."""
-
-    def __init__(self, enabled: Owner, function: Callable[..., Any]) -> None:
-        self.model, self.blocks, self.function = enabled.model, set(enabled.blocks.values()), function
-        self.before: list[tuple[Any, Any]] = []
-        """Each wrapper that was taken over, with the function that it had."""
-
-    def attach(self) -> None:
-        """Take over the wrappers around blocks. Raises FastacError as `take_over`."""
-        for module in self.model.modules():
-            if is_wrapper(module) and inside(module) in self.blocks:
-                self.take_over(module)
-
-    def take_over(self, wrapper: Any) -> None:
-        """Make a CheckpointWrapper call our function. Raises FastacError if it has options other than torch's."""
-        if is_ours(wrapper.checkpoint_fn):  # taken over before
-            return
-        check_default(wrapper, describe(inside(wrapper)))
-        self.before.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = self.function
-
-    def detach(self) -> None:
-        """Give the wrappers their functions back."""
-        for wrapper, function in self.before:
-            wrapper.checkpoint_fn = function
-        self.before = []
+_TORCH_MODULE = vars(torch.nn.modules.module)
+"""The globals of torch's code that calls the forward of a module."""
 
 
 def is_ours(function: object) -> bool:

@@ -204,6 +204,8 @@ def run_under_torch(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
 ) -> Any:
     """Call torch's checkpoint: in a trace, in which dynamo puts the region into its graph, or in torch's debug mode."""
+    if torch.compiler.is_dynamo_compiling():
+        _prepare_trace()
     # Without context_fn dynamo takes the region for plain checkpointing, which is what "full" asks for.
     if not policy.saves_nothing or policy.offload:
         options = {**options, "context_fn": _context_fn(policy)}
@@ -216,7 +218,6 @@ def _context_fn(policy: Policy) -> Callable[[], Contexts]:
     if not IS_POSSIBLE:
         return need_torch
     # dynamo traces this function. It puts the partial into its graph, and AOT calls it when it traces that graph.
-    _prepare_trace()
     return functools.partial(_contexts_in_graph, policy)
 
 

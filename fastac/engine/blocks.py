@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class BlockState:
     """Qualified, with the class of its model, if `enable` saw it."""
     offloading: int = 1
     """Number of blocks of its model that offload."""
+    block: Callable[[], torch.nn.Module | None] = lambda: None
+    """The block. A copy of the block has the state of its original until it is asked for its own."""
     key: object = None
     """Policy and input signature of its latest region. None makes the next region look for its kind again."""
     kind: Kind | None = None
@@ -152,16 +155,15 @@ def block_of(function: Any) -> torch.nn.Module | None:
 
 def state_of(block: torch.nn.Module) -> BlockState:
     """The state of a block. It is made if the block has none."""
-    own = vars(block)
-    state: BlockState | None = own.get(_STATE)
-    if state is None:
-        state = own[_STATE] = BlockState()
-    return state
+    return known_state(block) or vars(block).setdefault(_STATE, BlockState(block=weakref.ref(block)))
 
 
 def known_state(block: torch.nn.Module) -> BlockState | None:
     """The state of a block; None if no region of it was seen and `enable` did not name it."""
-    return vars(block).get(_STATE)
+    state: BlockState | None = vars(block).get(_STATE)
+    if state is not None and state.block() is not block:
+        state = vars(block)[_STATE] = BlockState(state.name, state.offloading, weakref.ref(block))
+    return state
 
 
 def set_state(block: torch.nn.Module, state: BlockState | None) -> None:

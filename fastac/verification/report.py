@@ -80,6 +80,8 @@ class ContainerReport:
     """Blocks that the policy checkpoints fully. They are not watched."""
     blocks_none: int = 0
     """Blocks that the policy does not checkpoint."""
+    is_watched: bool = True
+    """Whether the policy saves something in some block."""
     blocks_compiled: int = 0
     """The part of blocks_seen that is in a compiled graph."""
     communication: Communication | None = None
@@ -109,7 +111,7 @@ def _blocks_of(row: ContainerReport) -> str:
     unwatched = row.blocks_full + row.blocks_none
     notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
     notes += [f"{row.blocks_none} not checkpointed"] * bool(row.blocks_none)
-    notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + unwatched != row.blocks)
+    notes += [f"{row.blocks_seen} seen"] * (row.is_watched and row.blocks_seen + unwatched != row.blocks)
     notes += [f"{row.blocks_compiled} as decided when compiled"] * bool(row.blocks_compiled)
     return f"{row.container or '(the model)'} x {row.blocks}" + (f" ({', '.join(notes)})" if notes else "")
 
@@ -213,7 +215,7 @@ def report(model: torch.nn.Module) -> Report:
     return Report(
         model_class=class_name(model),
         policy="none" if enabled is None else enabled.policy_name,
-        active=enabled is not None and enabled.host.is_on and not enabled.host.is_replaced,
+        active=enabled is not None and enabled.host.is_active,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
         remarks=tuple(
@@ -252,7 +254,8 @@ def _container_report(
     names = []
     # If all blocks have one policy, the heading of the report says it.
     if enabled is not None and isinstance(enabled.policy, BlockPolicies):
-        names = [enabled.policy_of(block).name for block in container.blocks.values()]
+        blocks = container.blocks.keys() - enabled.host.new_blocks()
+        names = [enabled.policy_of(container.blocks[name]).name for name in blocks]
     return ContainerReport(
         container=container.name,
         block_class=container.block_class,
@@ -267,6 +270,7 @@ def _container_report(
         choice_bytes=sum(result.choice_bytes for result in results),
         blocks_full=names.count("full"),
         blocks_none=names.count("none"),
+        is_watched=enabled is None or not saves_nothing(enabled.policy),
         blocks_compiled=len(compiled),
         communication=sum(parts, Communication()) if parts else None,
         writing=sum(result.writing for result in results),
@@ -309,6 +313,8 @@ def _problem(model: torch.nn.Module, enabled: Enabled | None, seen: bool) -> str
         return "gradient checkpointing was enabled again without fastac: nothing is saved" + earlier
     if not enabled.host.is_on:
         return "gradient checkpointing was switched off since fastac.enable" + earlier
+    if new := enabled.host.new_blocks():
+        return f"not checkpointed, as new since fastac.enable, or with another forward: {', '.join(new)}" + earlier
     if saves_nothing(enabled.policy):
         return "this policy saves nothing, and attention calls are not watched under it"
     if not seen and enabled.host.called:

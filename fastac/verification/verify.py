@@ -460,7 +460,7 @@ def _disabled(model: torch.nn.Module) -> Iterator[None]:
     What was changed since `enable` stays changed, which `attach` would put right.
     """
     enabled = hook.enabled_on(model)
-    owners = [*model.modules(), *([] if enabled is None else [enabled, enabled.host, enabled.wrappers])]
+    owners = [*model.modules(), *([] if enabled is None else [enabled, enabled.host])]
     parts = [vars(owner) for owner in owners]
     parts += [hooks for part in parts for name, hooks in part.items() if "hooks" in name and isinstance(hooks, dict)]
     before = [dict(part) for part in parts]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -60,6 +63,119 @@ def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptu
     assert caplog.text.count("neither dynamo nor AOT") == 1
     assert traced == [plain, plain]
     assert plain[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 2
+
+
+def pairs(how: str) -> torch.nn.Module:
+    """A model that symbolic traces can follow. how: its blocks take tensors, or a tuple as the only argument."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.value = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, state: Any) -> Any:
+            x, rest = state if how == "tuples" else (state, None)
+            x = x + F.scaled_dot_product_attention(self.query(x), x, self.value(x))
+            return (x, rest) if how == "tuples" else x
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state: Any = (x, 1) if how == "tuples" else x
+            for block in self.blocks:
+                state = block(state)
+            return state[0] if how == "tuples" else state
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def enabled_pairs(how: str, policy: str) -> torch.nn.Module:
+    model = pairs(how)
+    fastac.enable(model, policy, blocks="blocks")
+    return model
+
+
+POLICIES = pytest.mark.parametrize("policy", ["attn_only", "full"])
+
+
+@POLICIES
+@pytest.mark.parametrize("how", ["tensors", "tuples", "fastac.checkpoint"])
+def test_a_symbolic_trace_is_refused(how: str, policy: str) -> None:
+    """Its graph would hold the blocks without their checkpoints. Without fastac it traces them."""
+    model = enabled_pairs(how, policy)
+    if how == "fastac.checkpoint":
+        block = pairs(how).blocks[0]
+        model.forward = lambda x: fastac.checkpoint(block, x, policy=policy)
+    for _ in range(2):
+        with pytest.raises(fastac.FastacError, match=r"torch\.fx\.symbolic_trace(?s:.*)fastac\.disable"):
+            torch.fx.symbolic_trace(model)
+    x = torch.randn(1, 2, 4, 8)
+    for change in (fastac.disable, lambda model: fastac.enable(model, "none", blocks="blocks")):
+        model = enabled_pairs(how, policy)
+        change(model)
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), pairs(how)(x))
+
+
+@POLICIES
+@pytest.mark.parametrize("how", ["tensors", "tuples"])
+def test_torch_jit_trace_holds_no_checkpoint(how: str, policy: str) -> None:
+    """With gradients on. As exported programs, the traced one recomputes nothing, and is exact."""
+    model, x = enabled_pairs(how, policy), torch.randn(1, 2, 4, 8)
+    other = torch.randn(1, 2, 4, 8)
+    expected = train_step(pairs(how), {"x": other})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", (DeprecationWarning, torch.jit.TracerWarning))
+        traced = torch.jit.trace(model, x)
+    assert executions_of(model, {"x": other}, expected) == {"attn_only": 2, "full": 4}[policy]
+    model.zero_grad()
+    traced(other).square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    plain = pairs(how)
+    plain(other).square().mean().backward()
+    assert all(map(torch.equal, gradients, (parameter.grad for parameter in plain.parameters())))
+
+
+def per_sample(model: Any, x: torch.Tensor) -> Any:
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[None])
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().mean())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[0],
+    "jacrev": lambda model, x: torch.func.jacrev(lambda x: model(x).mean())(x),
+    "vmap of grad": per_sample,
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(transform: str, policy: str) -> None:
+    """They switch off the hooks by which checkpoints work. Nothing changes: steps before and after are exact."""
+    model, x = enabled_pairs("tensors", policy), torch.randn(1, 2, 4, 8)
+    expected = train_step(pairs("tensors"), {"x": x})
+    refused = pytest.raises(fastac.FastacError, match=r"torch\.func(?s:.*)fastac\.disable.*\"none\"")
+    for _ in range(3):
+        with refused as error:
+            TRANSFORMS[transform](model, x)
+        assert "open an issue" not in str(error.value)
+        assert executions_of(model, {"x": x}, expected) == {"attn_only": 2, "full": 4}[policy]
+    with refused:
+        TRANSFORMS[transform](functools.partial(fastac.checkpoint, pairs("tensors"), policy=policy), x) if (
+            transform != "vmap of grad"
+        ) else TRANSFORMS[transform](model, x)
+    fastac.disable(model)
+    TRANSFORMS[transform](model, x)
+    fastac.enable(model, "none", blocks="blocks")
+    TRANSFORMS[transform](model, x)
 
 
 # Fake tensors

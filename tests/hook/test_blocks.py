@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -276,10 +277,14 @@ def test_a_keyword_of_the_block_that_is_an_option_of_checkpoint_is_the_blocks(na
         output.sum().backward()
 
 
+FULL_AND_NONE = {"blocks.0": "none", "*": "full"}
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "full", FULL_AND_NONE])
 @pytest.mark.parametrize("what", ["block", "forward"])
-def test_a_block_that_was_replaced_is_noticed(what: str) -> None:
+def test_a_block_that_was_replaced_is_noticed(what: str, policy: Any) -> None:
     model = support.stack()
-    fastac.enable(model, blocks="blocks")
+    fastac.enable(model, policy, blocks="blocks")
     other = support.AttentionBlock()
     if what == "block":
         model.blocks[1] = other
@@ -287,19 +292,24 @@ def test_a_block_that_was_replaced_is_noticed(what: str) -> None:
         model.blocks[1].forward = other.forward
     with pytest.raises(PolicyNotAppliedError, match=r"blocks\.1 .*replaced since fastac\.enable"):
         train_step(model, stack_inputs())
+    report = fastac.report(model)
+    assert not report.active
+    assert "blocks.1" in report.problem
+    assert report.rows[0].blocks_full == 0
     fastac.enable(model, blocks="blocks")
     train_step(model, stack_inputs())
     del model.blocks[0]  # a stage of a pipeline
     train_step(model, stack_inputs())
 
 
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
 @pytest.mark.parametrize(
     ("how", "blocks"), [("appended", "blocks"), ("inserted", ["blocks.0", "blocks.1"]), ("another list", "blocks")]
 )
-def test_blocks_that_came_after_enable(how: str, blocks: Any) -> None:
+def test_blocks_that_came_after_enable(how: str, blocks: Any, policy: str) -> None:
     """They would train without checkpointing; blocks that `enable` left out in the same list may."""
     model, new = support.stack(layers=3), support.AttentionBlock()
-    fastac.enable(model, blocks=blocks)
+    fastac.enable(model, policy, blocks=blocks)
     train_step(model, stack_inputs())
     if how == "another list":
         model.blocks = torch.nn.ModuleList([*model.blocks, new])
@@ -312,6 +322,23 @@ def test_blocks_that_came_after_enable(how: str, blocks: Any) -> None:
     train_step(model, stack_inputs())
 
 
+def test_blocks_that_came_after_enable_without_a_policy() -> None:
+    """Under "none" for all blocks there is nothing to lose."""
+    model = support.stack()
+    fastac.enable(model, "none", blocks="blocks")
+    model.blocks.append(support.AttentionBlock())
+    assert executions_of(model, stack_inputs()) == 6
+
+
+def test_report_of_blocks_under_full() -> None:
+    """They are not watched: that none was seen says nothing."""
+    model = support.stack()
+    fastac.enable(model, "full", blocks="blocks")
+    train_step(model, stack_inputs())
+    assert "seen" not in str(fastac.report(model)).partition("class")[0]
+    assert fastac.report(model).active
+
+
 def test_a_list_whose_blocks_are_not_called(caplog: pytest.LogCaptureFixture) -> None:
     model = support.stack()
     model.unused = torch.nn.ModuleList([support.AttentionBlock()])
@@ -319,3 +346,150 @@ def test_a_list_whose_blocks_are_not_called(caplog: pytest.LogCaptureFixture) ->
     for _ in range(2):
         train_step(model, stack_inputs())
     assert caplog.text.count("none of the blocks in 'unused' was called") == 1
+
+
+# Copies of blocks without their model
+
+
+def control_branch(model: torch.nn.Module, copied: Any) -> torch.nn.ModuleList:
+    """Trainable copies of the first blocks, as a ControlNet has them."""
+    return torch.nn.ModuleList([copied(model.blocks[0]), copied(model.blocks[1])])
+
+
+class Control(support.AttentionStack):
+    def __init__(self, blocks: torch.nn.ModuleList) -> None:
+        super().__init__(0)
+        self.blocks = blocks
+
+
+def with_modules_of_its_own(block: Any) -> Any:
+    """A shallow copy, as torch.nn.DataParallel makes one, whose weights are copies."""
+    other = copy.copy(block)
+    for name in ("_modules", "_parameters", "_buffers"):
+        vars(other)[name] = copy.deepcopy(vars(block)[name])
+    return other
+
+
+def with_a_dict_of_its_own(block: Any) -> Any:
+    other = type(block).__new__(type(block))
+    vars(other).update({name: copy.copy(value) for name, value in vars(block).items()})
+    vars(other)["_modules"] = copy.deepcopy(block._modules)
+    return other
+
+
+COPIES = (copy.deepcopy, support.pickled, with_modules_of_its_own, with_a_dict_of_its_own)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("policy", ["attn_only", "full", FULL_AND_NONE])
+def test_copies_of_blocks(copied: Any, policy: Any) -> None:
+    """They have weights of their own and the policy of their block, are enabled anew, and become plain again."""
+    model, inputs = support.stack(), stack_inputs()
+    executions = {"attn_only": 4, "full": 8}.get(str(policy), 6)
+    fastac.enable(model, policy, blocks="blocks")
+    assert executions_of(model, inputs) == executions
+    control = Control(control_branch(model, copied))
+    with torch.no_grad():
+        for parameter in control.parameters():
+            parameter.mul_(0.5)
+    plain = Control(torch.nn.ModuleList(support.AttentionBlock() for _ in range(2)))
+    plain.load_state_dict(control.state_dict())
+    expected = train_step(plain, inputs)
+    with torch.no_grad():
+        assert torch.equal(control(**inputs), expected["output"])
+    for _ in range(2):
+        assert executions_of(control, inputs, expected) == executions
+    fastac.disable(control)
+    assert all("forward" not in vars(block) for block in control.blocks)
+    assert executions_of(control, inputs, expected) == 4
+    control = Control(control_branch(model, copied))
+    control.load_state_dict(plain.state_dict())
+    fastac.enable(control, "full", blocks="blocks")
+    assert executions_of(control, inputs, expected) == 8, "one checkpoint, not one inside another"
+    fastac.disable(control)
+    assert executions_of(control, inputs, expected) == 4
+    assert executions_of(model, inputs) == executions
+
+
+def test_a_copy_of_a_block_carries_no_model() -> None:
+    """Neither a deep copy nor a pickle grows with the number of blocks."""
+    sizes = []
+    for layers in (2, 8):
+        model = support.stack(layers=layers)
+        fastac.enable(model, blocks="blocks")
+        train_step(model, stack_inputs())
+        sizes.append(len(pickle.dumps(model.blocks[0])))
+        memo: dict[int, Any] = {}
+        copy.deepcopy(model.blocks[0], memo)
+        assert id(model) not in memo
+        assert id(model.blocks[1]) not in memo
+    assert sizes[1] <= sizes[0] + 100
+
+
+@pytest.mark.parametrize("around", [lambda model: [model.blocks[1], model], torch.nn.Sequential, lambda model: model])
+def test_copies_with_their_model_are_enabled(around: Any) -> None:
+    model, inputs = support.stack(), stack_inputs()
+    fastac.enable(model, "attn_only", blocks="blocks")
+    (copied,) = (part for part in around_parts(copy.deepcopy(around(model))) if hasattr(part, "blocks"))
+    copied.blocks[0] = support.AttentionBlock()
+    with pytest.raises(PolicyNotAppliedError, match="replaced since"):
+        train_step(copied, inputs)
+    assert executions_of(model, inputs) == 4
+
+
+def around_parts(found: Any) -> list[Any]:
+    return [*found.modules()] if isinstance(found, torch.nn.Module) else list(found)
+
+
+class Counting(support.AttentionBlock):
+    """It writes a buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(video, text) * self.calls
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+def test_a_shallow_copy_has_buffers_of_its_own(policy: str) -> None:
+    """What is known of a block is not known of its copy: `fastac.checkpoint` of both, in turns."""
+    block, inputs = Counting(), stack_inputs()
+    gradients = []
+    for run in (lambda block, **inputs: block(**inputs), functools.partial(fastac.checkpoint, policy=policy)):
+        first = copy.deepcopy(block)
+        for _ in range(2):
+            run(first, **inputs).sum().backward()
+        second = with_modules_of_its_own(first)
+        for part in (second, first, second):
+            run(part, **inputs).sum().backward()
+        assert (first.calls.item(), second.calls.item()) == (3, 4)
+        gradients.append([parameter.grad for part in (first, second) for parameter in part.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_shallow_copy_has_a_state_of_its_own() -> None:
+    """Its modules are others than those of its original, so they are looked at anew."""
+    policy, inputs = fastac.Policy("attn_only", linear=("ffn.0",)), stack_inputs()
+    model = support.stack(policy=policy)
+    train_step(model, inputs)
+    control = Control(control_branch(model, copy.copy))
+    for block in control.blocks:
+        vars(block)["_modules"] = support.AttentionBlock()._modules
+    control.policy = policy
+    train_step(control, inputs)
+    assert fastac.report(control).rows[0].linear_saved == 2
+
+
+def test_a_copy_of_a_compiled_block_is_not_compiled() -> None:
+    model, inputs = support.stack(), stack_inputs()
+    fastac.compile(model, "attn_only", blocks="blocks", backend="eager")
+    control = Control(control_branch(model, with_modules_of_its_own))
+    with torch.no_grad():
+        for parameter in control.parameters():
+            parameter.mul_(0.5)
+    plain = Control(torch.nn.ModuleList(support.AttentionBlock() for _ in range(2)))
+    plain.load_state_dict(control.state_dict())
+    assert executions_of(control, inputs, train_step(plain, inputs)) == 4

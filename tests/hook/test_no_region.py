@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import pickle
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKL, UNet2DConditionModel, UNet2DModel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -433,3 +438,160 @@ def test_a_policy_that_saves_nothing_in_a_function(caplog: pytest.LogCaptureFixt
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "long_attn_only" in record.getMessage()
+
+
+UNET = {
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 8,
+    "attention_head_dim": 4,
+}
+"""Of 64 pixels and 3 tokens of text."""
+
+
+def unet_step(model: Any) -> None:
+    model(torch.randn(1, 4, 8, 8), torch.tensor([1]), torch.randn(1, 3, 8)).sample.sum().backward()
+
+
+def test_a_policy_that_saves_nothing_in_any_part_of_a_unet() -> None:
+    """It calls fastac for parts of its blocks. An error in each step; none if some part saves something."""
+    model = UNet2DConditionModel(**UNET)
+    for policy in ("long_attn_only", Policy("attn_only", min_kv=65)):
+        fastac.enable(model, policy)
+        for _ in range(2):
+            with pytest.raises(PolicyNotAppliedError, match="nothing is saved in any block"):
+                unet_step(model)
+    for policy in ("attn_only", Policy("attn_only", min_kv=64), "full", "none"):
+        fastac.enable(model, policy)
+        for _ in range(2):
+            unet_step(model)
+
+
+def test_a_unet_that_checkpoints_no_attention() -> None:
+    """None runs again, as "attn_only" asks. A policy that saves some lengths of it is not what was meant."""
+    blocks = {"down_block_types": ("AttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "AttnUpBlock2D")}
+    sizes = {"norm_num_groups": 4, "layers_per_block": 1, "block_out_channels": (8, 8), "attention_head_dim": 4}
+    model = UNet2DModel(in_channels=4, out_channels=4, **sizes, **blocks)
+    image, time = torch.randn(1, 4, 8, 8), torch.tensor([1])
+    for policy in ("attn_only", "full", "none"):
+        fastac.enable(model, policy)
+        model(image, time).sample.sum().backward()
+    fastac.enable(model, "long_attn_only")
+    with pytest.raises(PolicyNotAppliedError, match="no attention is saved in any block"):
+        model(image, time).sample.sum().backward()
+
+
+def test_an_autoencoder_under_a_policy_that_saves_nothing() -> None:
+    vae = AutoencoderKL(norm_num_groups=4, block_out_channels=(8,), latent_channels=2)
+    fastac.enable(vae, "long_attn_only")
+    with pytest.raises(PolicyNotAppliedError, match="nothing is saved in any block"):
+        vae(torch.randn(1, 3, 8, 8)).sample.sum().backward()
+    fastac.enable(vae)
+    vae(torch.randn(1, 3, 8, 8)).sample.sum().backward()
+
+
+# Forwards that open no region, under a policy that saves nothing
+
+
+@pytest.mark.parametrize("policy", ["full", {"blocks.0": "full", "*": "none"}])
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [(lambda: diffuser(OverridesForward), None), (PastTheCall, "blocks")],
+    ids=["diffusers", "blocks"],
+)
+def test_a_forward_that_opened_no_region_under_full(make: Any, blocks: Any, policy: Any) -> None:
+    model = make()
+    expected = train_step(model, stack_inputs())
+    fastac.enable(model, policy, blocks=blocks)
+    with torch.no_grad():
+        model(**stack_inputs())
+    for _ in range(2):
+        with pytest.raises(PolicyNotAppliedError, match="called fastac for none"):
+            train_step(model, stack_inputs())
+    fastac.enable(model, "none", blocks=blocks)
+    assert_same(train_step(model, stack_inputs()), expected)
+
+
+def test_checkpointing_of_the_model_s_own_after_enable_under_full() -> None:
+    """It is exact, and does what "full" does."""
+    model = diffuser()
+    fastac.enable(model, "full")
+    model.enable_gradient_checkpointing()
+    assert step_of(model) == 8
+    assert not fastac.report(model).active
+
+
+@NEEDS_COMPILED_MODELS
+def test_a_trace_speaks_for_its_forward_under_full() -> None:
+    model = diffuser(TwoForwards)
+    expected = train_step(model, stack_inputs())
+    fastac.enable(model, "full")
+    model.run = torch.compile(model.run, backend="aot_eager")
+    for _ in range(2):
+        assert_same(train_step(model, stack_inputs()), expected)
+    model.plainly = True
+    with pytest.raises(PolicyNotAppliedError, match="called fastac for none"):
+        train_step(model, stack_inputs())
+
+
+# Copies of parts of a model whose function calls fastac
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, support.pickled])
+def test_a_copied_part_of_a_unet(copied: Any) -> None:
+    """Its policy is that of the model, so without the model it is an error, which says what to do."""
+    model = UNet2DConditionModel(**UNET).train()
+    size = len(pickle.dumps(model.down_blocks[0]))
+    fastac.enable(model)
+    assert len(pickle.dumps(model.down_blocks[0])) < size + 10_000
+    plain, other = UNet2DConditionModel(**UNET).train(), UNet2DConditionModel(**UNET).train()
+    plain.load_state_dict(model.state_dict())
+    other.load_state_dict(model.state_dict())
+    part = copied(model.down_blocks[0])
+    inputs = {"hidden_states": torch.randn(1, 8, 8, 8), "temb": torch.randn(1, 32)}
+    inputs["encoder_hidden_states"] = torch.randn(1, 3, 8)
+    expected = train_step(lambda **inputs: plain.down_blocks[0](**inputs)[0], inputs)
+    with torch.no_grad():
+        assert torch.equal(part(**inputs)[0], plain.down_blocks[0](**inputs)[0])
+    with pytest.raises(fastac.FastacError, match=r"copied without(?s:.*)fastac\.enable"):
+        part(**inputs)
+    other.down_blocks[0] = copied(model.down_blocks[0])
+    fastac.enable(other)
+    unet_step(other)
+    assert fastac.report(other).rows[0].saved == 2
+    fastac.disable(other)
+    assert_same(train_step(lambda **inputs: other.down_blocks[0](**inputs)[0], inputs), expected)
+    fastac.disable(part)
+    assert_same(train_step(lambda **inputs: part(**inputs)[0], inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["wrapped blocks", "diffusers, wrapped blocks"])
+@pytest.mark.parametrize("to", ["wrapped blocks", "diffusers, wrapped blocks"])
+def test_copied_blocks_in_wrappers(name: str, to: str) -> None:
+    model, other = HOSTS[name].make(), HOSTS[to].make()
+    HOSTS[name].enable(model)
+    assert step_of(model) == 4
+    for policy, executions in (("attn_only", 4), ("full", 8)):
+        for i in range(2):
+            other.blocks[i] = copy.deepcopy(model.blocks[i])
+        HOSTS[to].enable(other, policy)
+        assert step_of(other) == executions
+    fastac.disable(other)
+    step_of(other)
+    assert step_of(model) == 4
+
+
+def test_a_shallow_copy_is_not_kept() -> None:
+    """torch.nn.DataParallel makes copies of a model in every step."""
+    model = diffuser()
+    fastac.enable(model)
+    other = copy.copy(model)
+    vars(other)["_modules"] = {"blocks": torch.nn.ModuleList([copy.copy(block) for block in model.blocks])}
+    assert step_of(other) == 4
+    kept = weakref.ref(other.blocks[0])
+    del other
+    gc.collect()
+    assert kept() is None

@@ -67,6 +67,10 @@ def saved_tensors_hooks() -> Any:
     return None if _packs("_checkpoint_hook", "_recomputation_hook") else _top_hooks()
 
 
+# Gives the message of torch.autograd.graph.disable_saved_tensors_hooks, or of torch.func.grad; None if hooks are on.
+hooks_off: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+
 def count_of_saved() -> int:
     """How many tensors autograd has saved in the forward of a region whose hook is the innermost; else 0."""
     # `slots` is an attribute of Region, whose bound method is the hook: it must not be renamed either.

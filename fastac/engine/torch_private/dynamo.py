@@ -13,6 +13,7 @@ import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -110,12 +111,19 @@ def in_other_trace() -> bool:
     return in_proxy_trace() and (TracingContext.try_get() is None or _is_non_strict())
 
 
+def in_symbolic_trace(values: Any) -> bool:
+    """Whether torch.fx.symbolic_trace calls a function with these values."""
+    # The flag is of the process. A Proxy among the values says that this thread traces.
+    is_traced = getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    return is_traced and any(isinstance(value, torch.fx.Proxy) for value in tree_leaves(values))
+
+
 def in_export() -> bool:
-    """Whether torch.export traces."""
+    """Whether torch.export or torch.jit.trace traces."""
     # The public torch.compiler.is_exporting() was True in every trace of dynamo before torch 2.12 (pytorch#176347,
     # mended by pytorch#176499): checkpoints in a compiled model were silently dropped. Use it once 2.11 is not
     # supported.
-    return torch.compiler._is_exporting_flag
+    return torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None
 
 
 def in_dispatch_mode() -> bool:

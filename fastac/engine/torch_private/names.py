@@ -37,8 +37,8 @@ _DYNAMO = (
     "_C._DisableTorchDispatch", "_C._TorchDispatchModeKey.PROXY", "_C._dynamo.eval_frame._FrameAction.DEFAULT",
     "_C._dynamo.eval_frame._FrameAction.SKIP", "_C._dynamo.eval_frame._FrameExecStrategy",
     "_C._dynamo.eval_frame.set_code_exec_strategy", "_C._dynamo.eval_frame.set_guard_complete_hook",
-    "_C._get_dispatch_mode", "_C._len_torch_dispatch_stack", "_guards.TracingContext.try_get",
-    "compiler._is_exporting_flag",
+    "_C._get_dispatch_mode", "_C._get_tracing_state", "_C._len_torch_dispatch_stack",
+    "_guards.TracingContext.try_get", "compiler._is_exporting_flag",
 )
 _TENSORS = (
     "_C.DispatchKey.ADInplaceOrView", "_C._SetExcludeDispatchKeyGuard", "_C._functorch.is_batchedtensor",
@@ -46,9 +46,10 @@ _TENSORS = (
 )
 _AUTOGRAD = (
     "_C._FunctionBase.dirty_tensors", "_C._FunctionBase.non_differentiable", "_C._FunctionBase.to_save",
-    "_C._autograd._get_sequence_nr", "_C._autograd._top_saved_tensors_default_hooks", "_C._current_autograd_node",
-    "_C._current_graph_task_id", "autograd.Variable._execution_engine.queue_callback",
-    "autograd._engine_run_backward", "autograd.forward_ad._current_level",
+    "_C._autograd._get_sequence_nr", "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "_C._autograd._top_saved_tensors_default_hooks", "_C._current_autograd_node", "_C._current_graph_task_id",
+    "autograd.Variable._execution_engine.queue_callback", "autograd._engine_run_backward",
+    "autograd.forward_ad._current_level",
     "utils.checkpoint._checkpoint_debug_enabled", "utils.checkpoint._enable_checkpoint_early_stop",
 )
 # fmt: on
