@@ -27,15 +27,7 @@ from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observation import Observation
 from fastac.diagnosis.observer import PassThrough
 from fastac.engine import interception, kinds, linear, module_state, offload, torch_private
-from fastac.engine.blocks import (
-    block_of,
-    describe,
-    is_compiled,
-    modules_in,
-    modules_run_by,
-    signature,
-    state_of,
-)
+from fastac.engine.blocks import block_of, describe, is_compiled, modules_in, modules_run_by, signature, state_of
 from fastac.engine.process import process
 from fastac.engine.region import Region
 from fastac.engine.results import Kind, RegionResult

@@ -26,15 +26,7 @@ from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear
 from fastac.engine.blocks import BlockState, inside, is_compiled, state_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
-from fastac.hosts import (
-    ENABLED,
-    ForwardHost,
-    FunctionHost,
-    blocks_given,
-    detach_all,
-    policy_of,
-    refuse_second,
-)
+from fastac.hosts import ENABLED, ForwardHost, FunctionHost, blocks_given, detach_all, policy_of, refuse_second
 from fastac.models.blocks import check_module, choose_blocks, grouped
 from fastac.models.catalogue import row_of
 from fastac.models.switches import is_by_forward, switches_of

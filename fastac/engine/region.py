@@ -24,15 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastac.engine import causes, linear, torch_private
 from fastac.engine.blocks import BlockState, describe, state_of
-from fastac.engine.comparison import (
-    Comparison,
-    Fingerprint,
-    Pair,
-    Saved,
-    Settling,
-    fingerprint,
-    note_early,
-)
+from fastac.engine.comparison import Comparison, Fingerprint, Pair, Saved, Settling, fingerprint, note_early
 from fastac.engine.generators import (
     Draws,
     current_states,
