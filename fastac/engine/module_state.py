@@ -47,8 +47,8 @@ class Snapshot:
         # By tensor, which several modules may hold.
         self.versions: dict[torch.Tensor, int] = {}
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
-        self.small = SMALL if sum(len(tensors) for _, tensors in self.before) <= FEW else -1
-        for key, tensor in self._tensors():
+        self.small = SMALL if sum([len(tensors) for _, tensors in self.before]) <= FEW else -1
+        for key, tensor in self._tensors() if self.before else ():
             if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
                 continue
             self.versions[tensor] = tensor._version
@@ -180,21 +180,17 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
 
     looks: copy all buffers, and search the modules for submodules that are new. Both are done if a module is new.
     """
-    if not modules:
-        return None
-    states = [state_of(module) for module in modules]
-    looks = looks or any(state.submodules is None for state in states)
     owners: list[dict[str, Any]] = []
-    for module, state in zip(modules, states, strict=True):
+    written: set[tuple[int, str]] = set()
+    for module in modules:
+        own, state = vars(module), state_of(module)
         if looks or state.submodules is None:
+            looks = True
             # Without the block's own attributes: they would refer to themselves, and outlive the block.
             state.submodules = _owners(inner for inner in module.modules() if inner is not module)
-        own = vars(module)
         owners += (own, *state.submodules) if _has_state(own) else state.submodules
-    written = states[0].written_buffers
-    return Snapshot(
-        owners, looks, written.union(*(state.written_buffers for state in states)) if states[1:] else written
-    )
+        written |= state.written_buffers
+    return Snapshot(owners, looks, written) if modules else None
 
 
 def _owners(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
