@@ -38,6 +38,7 @@ from fastac.engine.module_state import Snapshot, in_place_of
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.process import process, thread
 from fastac.engine.tape import RecomputeError, Replay, Tape
+from fastac.engine.torch_private import metadata_of_plain
 from fastac.errors import FastacError, is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
@@ -185,7 +186,10 @@ class Region:
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
         # Do not rename: torch_private.innermost_checkpoint knows a checkpoint's hook by this name, which is torch's.
         slot = Slot()
-        slot.metadata = torch_private.metadata(tensor)
+        try:
+            slot.metadata = metadata_of_plain(tensor)
+        except RuntimeError:  # a strided nested tensor has no shape
+            slot.metadata = torch_private.metadata(tensor)
         self.slots.append(weakref.ref(slot))
         if self.settling is not None:
             self.fingerprints.append(None)
@@ -362,7 +366,10 @@ class _Recompute:
         slot = reference()
         # Without a slot, the node that held it is gone, and nobody will ask for the tensor.
         if slot is not None:
-            now = torch_private.metadata(tensor)
+            try:
+                now = metadata_of_plain(tensor)
+            except RuntimeError:
+                now = torch_private.metadata(tensor)
             kept = in_place_of(tensor, self.buffers).detach() if self.buffers else detached
             self.tensors[slot] = kept, now[-1]
             if self.compares_metadata and (slot.metadata != now or (self.buffers and kept._version != now[-1])):
