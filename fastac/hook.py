@@ -175,8 +175,8 @@ class Enabled:
             return
         for name, block in new.items():
             raise PolicyNotAppliedError(
-                f"{self.policy}: {class_name(model)}.{name} ({class_name(block)}) ran without checkpointing: the block "
-                f"is new, or its forward was replaced since fastac.enable. Call fastac.enable again."
+                f"{self.policy}: {class_name(model)}.{name} ({class_name(block)}) is new, or its forward was replaced "
+                f"since fastac.enable, so it may run without checkpointing. Call fastac.enable again."
             )
         cause, way_out = self.host.why_no_region()
         raise PolicyNotAppliedError(
@@ -198,7 +198,8 @@ class Enabled:
             return
         # A UNet calls parts of its blocks. If none has attention, none is recomputed, and "attn_only" asks for no more.
         parts = [*self.host.called.values()]
-        parts *= any(not self.policy_of(part).saves(0) or getattr(state_of(part).latest, "calls", ()) for part in parts)
+        if all(self.policy_of(part).saves(0) and not getattr(state_of(part).latest, "calls", ()) for part in parts):
+            parts = []
         policies = {block: self.policy_of(block) for block in (*self.blocks.values(), *parts)}
         ran = {block for block in policies if state_of(block).latest}
         # Blocks with a replaced forward are called each by itself. Under a policy that saves nothing they leave no

@@ -111,9 +111,12 @@ def note_region() -> TracedRegions:
 
 
 def hold_regions(nodes: Sequence[Any]) -> bool:
-    """Whether the compiled graphs among these autograd nodes have regions. Without nodes: whether any graph has."""
+    """Whether the compiled graphs among these autograd nodes have regions.
+
+    Without nodes, or with graphs of a torch before 2.12, which do not tell their ids: whether any graph has.
+    """
     traced = _traced()
-    return bool(traced) and (not nodes or not ids_among(nodes).isdisjoint(traced))
+    return bool(traced) and (not nodes or not ids_among(nodes).isdisjoint([*traced, "unknown"]))
 
 
 def region(policy: Policy) -> TracedRegions:

@@ -58,7 +58,8 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
         PolicyNotAppliedError: regions ran that backward runs again, and nothing was saved in any.
     """
     states = [state for state in map(known_state, blocks) if state is not None]
-    results = [state.latest for state in states if state.latest is not None and state.latest.has_graph]
+    ended = [state.latest for state in states if state.latest is not None]
+    results = [result for result in ended if result.has_graph]
     for state in () if results else states:
         state.latest = None  # a forward that is frozen as a whole says nothing of the next one, whose blocks may train
     ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for result in results for call in result.calls))
@@ -66,15 +67,16 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
         state.communication is not None and state.communication.saved for state in states
     )
     if not ran and any(block_policy.saves(sys.maxsize) for block_policy in blocks.values()):
-        # The policy saves attention of any length, and none was seen. A saved Linear output must not hide that.
-        saved = False
+        # The policy saves attention of any length, and none was seen. A saved Linear output must not hide that. In
+        # frozen blocks no attention runs again.
+        saved = any(result.attention_calls for result in ended)
     if results and not saved and not any(result.compiled for result in results):
         unknown = [*dict.fromkeys(name for result in results for name in result.unknown)]
         if unknown and not (ran or any(result.products for result in results)):
             raise PolicyNotAppliedError(nothing_known(class_name(model), policy, unknown))
         raise PolicyNotAppliedError(
             f"{policy}: {'nothing' if ran else 'no attention'} is saved in any block of {class_name(model)}.\n"
-            f"Attention in its blocks: {ran or 'none seen (linear, in small ops, or a kernel without a row)'}.\n"
+            f"Attention in its blocks: {ran or 'none seen (linear, in small ops, no row, in no checkpointed part)'}.\n"
             f"{'Use a smaller min_kv' if ran else 'Give its kernel a row (docs/adding_a_backend.md)'}, or use "
             f'policy="full" if that is meant.'
         )

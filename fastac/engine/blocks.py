@@ -24,7 +24,7 @@ from fastac.engine.transport import Transfers
 from fastac.errors import class_name
 
 MANY = 256
-"""So many kinds are remembered for a block class. With more of them, all are forgotten."""
+"""So many kinds are remembered for a block class. All others are one kind."""
 
 _STATE = "_fastac_state"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")

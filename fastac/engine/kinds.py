@@ -36,9 +36,8 @@ def kind_of(function: Any, key: tuple[object, ...]) -> Kind:
         # Regions whose attention was too short to be saved say nothing of longer ones.
         if sum(kind.is_judged or elements_in(kind.key) >= elements_in(key) for kind in alike) >= SIGNATURES:
             key = shapeless
-        # Flags and classes among the inputs are part of the key as well.
-        elif len(known) >= MANY:
-            known.clear()
+        elif len(known) >= MANY:  # flags and classes among the inputs are part of the key as well
+            key = (key[0], None, None, *key[3:])
     return known.setdefault(key, Kind(key))
 
 
@@ -59,7 +58,7 @@ def without_shapes(value: Any, depth: int = 0) -> Any:
     if type(value) is not tuple:
         return "" if isinstance(value, str) else value
     items = [without_shapes(item, depth + 1) for item in value]
-    return tuple(dict.fromkeys(items) if depth > 1 else items)
+    return frozenset(items) if depth > 1 else tuple(items)
 
 
 def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:

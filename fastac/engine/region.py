@@ -298,9 +298,10 @@ class Region:
         guess += "context that was left. Switch caches off in training, or do not"
         if any(map(torch_private.is_batched, inputs)):
             guess = "Its forward ran inside torch.vmap, which has ended: give the block a batch instead, or do not"
+        said, *_ = str(error).split("\n")
         # Code that expects the block's error, as torch's checkpoint raises it, must catch this one as well.
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
-            f"recompute raised {type(error).__name__} where the forward did not: {error}\n"
+            f"recompute raised {type(error).__name__} where the forward did not: {said}\n"
             f'{causes.likely_causes(self)}{guess} checkpoint the block (policy "none", blocks=... without it).'
         ) from error
 

@@ -211,7 +211,8 @@ class _Verifier:
         self.determinism_check = "default" if enabled is None else enabled.determinism_check
         # `hook.enable` takes the blocks that the model is enabled with.
         if enabled is not None and enabled.host.forwards and self.blocks is None:
-            self.blocks = list(enabled.blocks.values())
+            modules = set(self.inner.modules())  # blocks may have been taken out since
+            self.blocks = [block for block in enabled.blocks.values() if block in modules]
         if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
                 "verify: patch_checkpoint is on, and verify would prove only `enable`. With logging at INFO, each "
@@ -254,7 +255,7 @@ class _Verifier:
                 hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
             elif self.reference == "full":
                 self.inner.enable_gradient_checkpointing(_full_checkpoint)
-            elif self.blocks is None:
+            elif hasattr(self.inner, "disable_gradient_checkpointing"):
                 self.inner.disable_gradient_checkpointing()
             return run_step(self.model, self.model, self.args, self.kwargs, is_counted)
 
