@@ -23,12 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.backends.plugins import prepare
 from fastac.compiled import graphs
-from fastac.diagnosis.recognition import (
-    SoftmaxAttention,
-    coarse_numbers,
-    looks_like_attention_forward,
-    no_attention,
-)
+from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward, no_attention
 from fastac.engine import releases, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice

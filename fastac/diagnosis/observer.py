@@ -14,12 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastac import registry
 from fastac.backends import availability
 from fastac.diagnosis.autograd_graph import GENERATED, leads_to, tensors_of
-from fastac.diagnosis.recognition import (
-    SoftmaxAttention,
-    coarse_numbers,
-    looks_like_attention_forward,
-    suggested_row,
-)
+from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward, suggested_row
 from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.process import process

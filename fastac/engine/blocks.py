@@ -81,8 +81,8 @@ class BlockState:
     """Held while a recompute runs on an earlier state of its modules."""
     submodules: Sequence[dict[str, Any]] | None = None
     """The attributes of the modules inside the block. None before its first region."""
-    written_buffers: set[tuple[int, str]] = dataclasses.field(default_factory=set)
-    """The buffers that it was seen to write: `id` of the dict that holds them, and name."""
+    modes: set[tuple[bool, ...]] = dataclasses.field(default_factory=set)
+    """Training modes of these modules, as its regions had them."""
 
     def begin_region(self) -> bool:
         """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all of their regions.

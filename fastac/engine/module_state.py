@@ -12,7 +12,10 @@ what both began with, and hands it to the calls that are still to be recomputed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,8 +26,10 @@ from fastac.engine.process import process
 from fastac.errors import FastacError
 
 SMALL, FEW = 2**16, 8
-"""Bytes of a small buffer, and a number of buffers that are few. Whoever writes them, and in whichever step: if a block
-has few buffers, the small ones are always copied."""
+"""If a block has at most FEW buffers, those of at most SMALL bytes are copied in every step, whoever writes them."""
+
+_numbers = itertools.count()
+_NOTHING = contextlib.nullcontext()
 
 
 class Snapshot:
@@ -33,13 +38,14 @@ class Snapshot:
     Args:
         owners: the attributes (`vars`) of the modules.
         looks: copy all buffers. Then writes are seen that no version shows.
-        written: the buffers that are copied in any case, by `id` of the dict that holds them and name.
+        lock: held while the modules are as they were.
     """
 
     def __init__(
-        self, owners: Sequence[dict[str, Any]], looks: bool, written: Collection[tuple[int, str]] = ()
+        self, owners: Sequence[dict[str, Any]], looks: bool, lock: AbstractContextManager[Any] = _NOTHING
     ) -> None:
-        self.owners, self.looks, self.written = owners, looks, written
+        self.owners, self.looks, self.lock = owners, looks, lock
+        self.number = next(_numbers)
         self.modes = [own["training"] for own in owners]
         self.dicts = [own["_buffers"] for own in owners]
         # Each dict of buffers that was not empty, and what was in it.
@@ -52,7 +58,7 @@ class Snapshot:
             if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
                 continue
             self.versions[tensor] = tensor._version
-            if looks or key in written or _size(tensor) <= self.small:
+            if looks or key in process.written_buffers or _size(tensor) <= self.small:
                 # Quantized tensors and some subclasses cannot be copied.
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     self.copies[tensor] = torch_private.clone(tensor.detach(), tensor.stride())
@@ -70,16 +76,6 @@ class Snapshot:
             or (self.looks and tensor in self.copies and not _is_equal(tensor, self.copies[tensor]))
         }
 
-    def written_in(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """The buffers of a model that were written, replaced or registered since, by name, as they are now."""
-        changed, before = self.changed(), dict(self._tensors())
-        return {
-            f"{prefix}.{name}".lstrip("."): tensor
-            for prefix, module in model.named_modules()
-            for name, tensor in module._buffers.items()
-            if tensor is not None and (tensor in changed or tensor is not before.get((id(module._buffers), name)))
-        }
-
     def end_forward(self, function: Any, modules: Iterable[torch.nn.Module]) -> None:
         """The forward of a function has ended: keep no copies of large buffers that its modules do not write.
 
@@ -88,30 +84,35 @@ class Snapshot:
         if not self._find_buffers():
             return
         changed = self.changed()
-        if not self.looks and any(tensor in changed and key not in self.written for key, tensor in self._tensors()):
-            # Batch norm counts in one buffer, and writes others past their versions: look at all, here and once more.
-            self.looks = True
-            changed = self.changed()
-            for module in modules:
+        known = process.written_buffers
+        written = {key: tensor for key, tensor in self._tensors() if tensor in changed or key in known}
+        if not written.keys() <= known:
+            known.update(written)
+            for module in modules:  # they may write others past their versions: the next region looks at all
                 state_of(module).submodules = None
-        written = {key: tensor for key, tensor in self._tensors() if tensor in changed or key in self.written}
-        for module in modules if changed else ():
-            state_of(module).written_buffers.update(written)
         if lost := [name for (_, name), tensor in written.items() if tensor in changed - self.copies.keys()]:
             raise FastacError(
                 f"{describe(function)}: it began to write a buffer ({', '.join(lost)}) in a step in which fastac had "
                 f"no copy of it: recompute would begin with what the forward left, and gradients would be wrong.\n"
                 f"From now on it is copied: run the step again, or resume from a checkpoint."
             )
-        kept = set(written.values())
-        self.copies = {t: copy for t, copy in self.copies.items() if t in kept or _size(t) <= self.small}
-        # Regions that began with the same value, and read it without a copy.
-        readers: list[Snapshot] = [*process.snapshots.copy().values()] if changed else []
-        for reader in readers:
-            for tensor in changed & reader.versions.keys() - reader.copies.keys():
-                if reader.versions[tensor] == self.versions[tensor]:
-                    reader.copies[tensor] = self.copies[tensor]
-        process.snapshots[id(self)] = self
+        kept = {tensor: self.copies[tensor] for tensor in written.values() if tensor in self.copies}
+        self.copies = kept | {t: copy for t, copy in self.copies.items() if _size(t) <= self.small}
+        if kept and process.snapshots:
+            self._hand_over(kept)
+        self.versions_without_copy = {t: version for t, version in self.versions.items() if t not in self.copies}
+        if self.versions_without_copy:
+            process.snapshots[self.number] = self
+
+    def _hand_over(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Give copies to regions that are alive, began with the same value, and have no copy of it."""
+        readers: list[Snapshot] = [*process.snapshots.copy().values()]
+        for reader, (tensor, copy) in itertools.product(readers, copies.items()):
+            # A region inside this one may have begun after a write that no version shows.
+            began_before = reader.number < self.number or tensor._version != self.versions[tensor]
+            if began_before and reader.versions_without_copy.get(tensor) == self.versions[tensor]:
+                reader.copies[tensor] = copy
+                del reader.versions_without_copy[tensor]
 
     def _find_buffers(self) -> bool:
         """Whether the modules have buffers, or had some. Notes that dicts which are no longer empty were empty."""
@@ -120,26 +121,29 @@ class Snapshot:
             self.before += [(d, {}) for d in self.dicts if d and id(d) not in known]
         return bool(self.before)
 
-    def is_current(self) -> bool:
-        """Whether the modules have no buffers, and the modes that they had."""
-        return not self._find_buffers() and self.modes == [own["training"] for own in self.owners]
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
         """A context in which the modules are as they were. They may write into their buffers, which are copies.
 
         Its value: copy -> buffer.
         """
-        copies = {tensor: self._copy(tensor) for tensor in self.copies}
-        modes, before = [own["training"] for own in self.owners], [(d, dict(d)) for d, _ in self.before]
-        _put(self.owners, self.modes, self.before, copies)
-        try:
-            yield {copy: tensor for tensor, copy in copies.items()}
-        finally:
-            _put(self.owners, modes, before)
+        # If two threads recompute one block at the same time, one of them would put back the copies of the other.
+        with self.lock if self._find_buffers() else _NOTHING:
+            copies = {tensor: self._copy(tensor) for tensor in self.copies}
+            modes, before = [own["training"] for own in self.owners], [(d, dict(d)) for d, _ in self.before]
+            _put(self.owners, self.modes, self.before, copies)
+            try:
+                yield {copy: tensor for tensor, copy in copies.items()}
+            finally:
+                _put(self.owners, modes, before)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch_private.clone(self.copies[tensor], tensor.stride()).requires_grad_(tensor.requires_grad)
+        source = self.copies[tensor]  # the buffer may have another shape now
+        copy = torch_private.clone(source, source.stride()).requires_grad_(tensor.requires_grad)
+        if tensor.grad_fn is not None:
+            with torch.enable_grad():
+                copy = copy.clone()  # a leaf that requires grad could not be written
+        vars(copy).update(vars(tensor))
         # Versions are compared with those of the forward, for every tensor that recompute saves.
         torch_private.set_version(copy, self.versions[tensor])
         return copy
@@ -149,14 +153,14 @@ def _put(
     owners: Iterable[dict[str, Any]],
     modes: Iterable[bool],
     before: Iterable[tuple[dict[str, Any], dict[str, Any]]],
-    copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    copies: Mapping[torch.Tensor, torch.Tensor] = types.MappingProxyType({}),
 ) -> None:
     """Give modules the modes and buffers that they had, with copies in the place of some buffers."""
     for own, mode in zip(owners, modes, strict=True):
         own["training"] = mode
     for buffers, tensors in before:
         buffers.clear()
-        buffers.update(tensors if not copies else {name: copies.get(t, t) for name, t in tensors.items()})
+        buffers.update({name: copies.get(tensor, tensor) for name, tensor in tensors.items()})
 
 
 def in_place_of(saved: torch.Tensor, buffers: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -181,26 +185,24 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
     looks: copy all buffers, and search the modules for submodules that are new. Both are done if a module is new.
     """
     owners: list[dict[str, Any]] = []
-    written: set[tuple[int, str]] = set()
     for module in modules:
-        own, state = vars(module), state_of(module)
+        state = state_of(module)
         if looks or state.submodules is None:
             looks = True
             # Without the block's own attributes: they would refer to themselves, and outlive the block.
             state.submodules = _owners(inner for inner in module.modules() if inner is not module)
-        owners += (own, *state.submodules) if _has_state(own) else state.submodules
-        written |= state.written_buffers
-    return Snapshot(owners, looks, written) if modules else None
+        owners += (*_owners((module,)), *state.submodules)
+        # In another mode a block may write other buffers, as batch norm does.
+        modes = tuple([own["training"] for own in state.submodules])
+        if modes not in state.modes:
+            state.modes.add(modes)
+            looks = True
+    return Snapshot(owners, looks, state_of(modules[0]).lock) if modules else None
 
 
 def _owners(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
-    """The attributes of some modules."""
-    return [own for own in map(vars, modules) if _has_state(own)]
-
-
-def _has_state(own: dict[str, Any]) -> bool:
-    """Whether modes and buffers are among the attributes of a module: not if it is of TorchScript."""
-    return "training" in own and isinstance(own.get("_buffers"), dict)
+    """The attributes of some modules. In TorchScript, modes and buffers are not among them."""
+    return [own for own in map(vars, modules) if "training" in own and isinstance(own.get("_buffers"), dict)]
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -92,7 +92,9 @@ class Process:
         self.collectors: list[list[RegionResult]] = []
         # Called with attention that runs while no region is open in its thread.
         self.listeners: list[Listener] = []
-        # State of modules as regions that are alive began (`fastac.engine.module_state.Snapshot`), by its id.
+        # Buffers that regions were seen to write: `id` of the module's dict that holds them, and name.
+        self.written_buffers: set[tuple[int, str]] = set()
+        # State of modules as regions that are alive began (`fastac.engine.module_state.Snapshot`), by its number.
         self.snapshots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # By backward: comparisons whose numbers are read from an accelerator when the backward ends.
         self.unread_comparisons: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

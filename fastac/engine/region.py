@@ -226,18 +226,17 @@ class Region:
         except FastacError as error:
             # Of nested regions, the innermost names itself first.
             error.block = error.block or describe(self.function)
+            for module in self.modules:
+                state_of(module).submodules = None  # they may have changed: the next region searches them
             raise
         return tensor
 
     def _recompute(self, backward: Any) -> Recomputed:
         """Run the function again for a backward, on its modules as they were. Returns the tensor of each slot."""
-        if self.snapshot is None or self.snapshot.is_current():
-            return self._run_again(backward)
-        # If two threads recompute one block at the same time, one of them would put back the copies of the other.
-        with state_of(self.modules[0]).lock, self.snapshot.restored() as buffers:
+        with _NOTHING if self.snapshot is None else self.snapshot.restored() as buffers:
             return self._run_again(backward, buffers)
 
-    def _run_again(self, backward: Any, buffers: Mapping[torch.Tensor, torch.Tensor] | None = None) -> Recomputed:
+    def _run_again(self, backward: Any, buffers: Mapping[torch.Tensor, torch.Tensor] | None) -> Recomputed:
         """Run the function again, in the state in which its forward began. buffers: copy -> buffer."""
         recompute = _Recompute(self, buffers)
         tensors = recompute.tensors

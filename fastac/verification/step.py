@@ -122,7 +122,7 @@ def run_step(
         state.transfers = None
     process.collectors.append(regions)
     try:
-        with generators_preserved(), modules_preserved([model]) as buffers, torch.enable_grad():
+        with generators_preserved(), modules_preserved([model]) as before, torch.enable_grad():
             with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
@@ -136,7 +136,8 @@ def run_step(
             with _counting(is_counted, on_device=outputs[0].device.type != "cpu") as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
             # Buffers are read inside the context, which restores them when it ends.
-            written = {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers.written_in(model).items()}
+            unchanged = before.versions.keys() - before.changed()
+            written = {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers() if b not in unchanged}
     finally:
         # `list.remove` compares by value, and all empty lists are equal.
         process.collectors[:] = [collector for collector in process.collectors if collector is not regions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -379,7 +380,7 @@ def test_a_buffer_of_any_kind(kind: str) -> None:
     with modules_preserved([block]) as preserved:
         block.table = None
         block.register_buffer("other", torch.zeros(()))
-    assert not preserved.written_in(block)
+    assert not preserved.changed()
     assert block.table is table
     assert "other" not in block._buffers
 
@@ -573,6 +574,7 @@ ORDERS: dict[str, tuple[type[AttentionBlock], list[list[str]]]] = {
     "evaluation, then training": (Averaged, [["eval", "train"]] * 4),
     "training, then evaluation": (Averaged, [["train", "eval", "train"]] * 4),
     "training mode from step 3 on": (Averaged, [["eval"]] * 3 + [["train", "eval"]] * 2),
+    "evaluation mode from step 3 on": (Averaged, [["train"]] * 3 + [["eval", "train"]] * 2),
 }
 
 
@@ -582,7 +584,7 @@ ORDERS: dict[str, tuple[type[AttentionBlock], list[list[str]]]] = {
     [
         *[(name, policy, "small") for name in ORDERS for policy in ("attn_only", "full")],
         # Of large buffers one is copied that is known to be written.
-        *[(name, "full", "large") for name in ORDERS if "step 3" not in name],
+        *[(name, "full", "large") for name in ORDERS if ", from step 3" not in name],
     ],
 )
 def test_what_a_call_read_is_there_for_its_recompute(
@@ -639,23 +641,158 @@ def test_modules_that_are_in_another_mode_than_the_block() -> None:
     support.assert_same(train("attn_only"), train("none"))
 
 
-def test_two_blocks_that_share_a_buffer() -> None:
-    """One reads it, and the other one writes it later in the step."""
+class Pair(torch.nn.Module):
+    """Two blocks that share a buffer: one reads it, and the other one writes it, before that or after."""
+
+    def __init__(self, update: str, writes_first: bool, region: Run) -> None:
+        super().__init__()
+        self.reads, self.writes = Centered(), Centered()
+        self.writes._buffers = self.reads._buffers
+        self.update, self.writes_first, self.region = update, writes_first, region
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:
+        calls = [(self.reads, ""), (self.writes, self.update)]
+        return [self.region(block, video, text, update) for block, update in calls[:: -1 if self.writes_first else 1]]
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("update", ["update", "data"])
+@pytest.mark.parametrize("writes_first", [False, True])
+@pytest.mark.parametrize("nested", ["alone", "nested", "reader nested"])
+def test_two_blocks_that_share_a_buffer(
+    nested: str, writes_first: bool, update: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regions of their own, or inside one around both."""
+    if (nested, writes_first, update, size) == ("reader nested", False, "data", "large"):
+        pytest.skip("an error in the first step: no version tells this from a write before the inner region")
+    if size == "large":
+        monkeypatch.setattr("fastac.engine.module_state.SMALL", -1)
 
     def train(policy: str) -> Tensors:
         torch.manual_seed(1)
-        reads, writes = Centered(), Centered()
-        writes._buffers = reads._buffers
-        found: Tensors = {}
-        for step in range(5):
-            inputs = support.stack_inputs(step)
-            losses = [by_block(reads, policy, **inputs), by_block(writes, policy, **inputs, update="update")]
-            support.loss_of(losses).backward()
-            found |= {f"{step} {name}": one.clone() for name, one in reads.named_parameters() if one.grad is not None}
-            found |= {f"gradient {step}": reads.self_out.weight.grad.clone(), f"mean {step}": reads.mean.clone()}
+
+        def region(block: torch.nn.Module, *args: Any) -> Any:
+            is_region = nested != "reader nested" or not args[-1]
+            return support.run_checkpointed(block, *args, policy=policy if is_region else "none")
+
+        pair, found = Pair(update, writes_first, region), {}
+        for step in range(6):
+            run = pair if nested == "alone" else functools.partial(by_block, pair, policy)
+            support.loss_of(run(**support.stack_inputs(step))).backward()
+            found |= {
+                f"{step} {name}": one.grad.clone() for name, one in pair.named_parameters() if one.grad is not None
+            }
+            found |= {f"mean {step}": pair.reads.mean.clone()}
+            pair.zero_grad()
         return found
 
     support.assert_same(train("full"), train("none"))
+
+
+class Filled(AttentionBlock):
+    """Gives its buffer another shape in the first call, past assignment."""
+
+    def __init__(self, fill: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(0))
+        self.fill = fill
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if not self.table.numel():
+            self.fill(self.table)
+        return super().forward(video + self.table, text)
+
+
+class Tagged(AttentionBlock):
+    """Reads an attribute of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.scale.exponent = 2
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return super().forward(video * self.scale**self.scale.exponent, text)
+
+
+class Carrying(AttentionBlock):
+    """Carries a state from call to call, through which gradients flow, and writes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(WIDTH))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.state = self.state.mul_(0.5) + video.mean((0, 1))
+        return super().forward(video + self.state, text)
+
+
+class Toggling(AttentionBlock):
+    """Switches the mode of a part, and back after the last tensor that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.3)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(self.dropout(video), text)
+        self.dropout.eval()
+        hidden = self.dropout(hidden).sin()
+        self.dropout.train()
+        return hidden
+
+
+def fill_by_data(table: torch.Tensor) -> None:
+    table.data = torch.ones(VIDEO_TOKENS, WIDTH)
+
+
+STATES: dict[str, Callable[[], torch.nn.Module]] = {
+    "shape by data": lambda: Filled(fill_by_data),
+    "shape by resize_": lambda: Filled(lambda table: table.resize_(VIDEO_TOKENS, WIDTH).fill_(1)),
+    "shape by set_": lambda: Filled(lambda table: table.set_(torch.ones(VIDEO_TOKENS, WIDTH))),
+    "attribute": Tagged,
+    "graph": Carrying,
+    "mode": Toggling,
+}
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+@pytest.mark.parametrize("name", STATES)
+def test_unusual_states(name: str, policy: str) -> None:
+    def train(policy: str) -> Tensors:
+        torch.manual_seed(1)
+        block, found = STATES[name](), {}
+        for step in range(5):
+            torch.manual_seed(step)
+            for _ in range(2):
+                support.loss_of(
+                    [by_block(block, policy, **support.stack_inputs(2 * step + n)) for n in (0, 1)]
+                ).backward()
+                if name == "graph":
+                    block.state = block.state.detach()
+            found |= {
+                f"{step} {name}": one.grad.clone() for name, one in block.named_parameters() if one.grad is not None
+            }
+            found |= {f"{step} {name}": one.clone() for name, one in block.named_buffers()}
+            block.zero_grad()
+        return found
+
+    support.assert_same(train(policy), train("none"))
+
+
+def test_a_submodule_that_is_added_in_a_step_that_compares_nothing() -> None:
+    """Its mode is not known in that step. The error of that step makes the next one look again."""
+    torch.manual_seed(1)
+    block, inputs = Stateful(Statistics), support.stack_inputs(batch=2)
+    for step in range(6):
+        if step == 3:
+            block.ffn.append(torch.nn.Dropout(0.3))
+        losses = []
+        for mode in (False, True):
+            block.train(mode)
+            losses.append(support.loss_of(by_block(block, "full", **inputs)))
+        with pytest.raises(fastac.FastacError) if step == 3 else contextlib.nullcontext():
+            sum(losses).backward()
 
 
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
