@@ -81,6 +81,8 @@ class BlockState:
     """Held while a recompute runs on an earlier state of its modules."""
     submodules: Sequence[dict[str, Any]] | None = None
     """The attributes of the modules inside the block. None before its first region."""
+    buffers: Sequence[dict[str, Any]] = ()
+    """The dicts of the buffers of the block and of these modules."""
     modes: set[tuple[bool, ...]] = dataclasses.field(default_factory=set)
     """Training modes of these modules, as its regions had them."""
 

@@ -15,13 +15,12 @@ import contextlib
 import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import describe, state_of
+from fastac.engine.blocks import MANY, describe, state_of
 from fastac.engine.process import process
 from fastac.errors import FastacError
 
@@ -36,18 +35,20 @@ class Snapshot:
     """Modes and buffers of some modules at one moment.
 
     Args:
-        owners: the attributes (`vars`) of the modules.
+        owners: the attributes (`vars`) of the modules whose modes are kept.
+        modes: whether these are in training mode.
+        dicts: the dicts of the buffers of all of the modules.
         looks: copy all buffers. Then writes are seen that no version shows.
-        lock: held while the modules are as they were.
     """
 
+    lock: Any = _NOTHING
+    """Held while the modules are as they were."""
+
     def __init__(
-        self, owners: Sequence[dict[str, Any]], looks: bool, lock: AbstractContextManager[Any] = _NOTHING
+        self, owners: Sequence[dict[str, Any]], modes: Sequence[bool], dicts: Sequence[dict[str, Any]], looks: bool
     ) -> None:
-        self.owners, self.looks, self.lock = owners, looks, lock
+        self.owners, self.modes, self.dicts, self.looks = owners, modes, dicts, looks
         self.number = next(_numbers)
-        self.modes = [own["training"] for own in owners]
-        self.dicts = [own["_buffers"] for own in owners]
         # Each dict of buffers that was not empty, and what was in it.
         self.before = [(d, dict(d)) for d in self.dicts if d] if any(self.dicts) else []
         # By tensor, which several modules may hold.
@@ -58,7 +59,7 @@ class Snapshot:
             if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
                 continue
             self.versions[tensor] = tensor._version
-            if looks or key in process.written_buffers or _size(tensor) <= self.small:
+            if looks or key in process.written_buffers or (self.small >= 0 and _size(tensor) <= self.small):
                 # Quantized tensors and some subclasses cannot be copied.
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     self.copies[tensor] = torch_private.clone(tensor.detach(), tensor.stride())
@@ -122,10 +123,10 @@ class Snapshot:
         return bool(self.before)
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    def restored(self) -> Iterator[dict[int, torch.Tensor]]:
         """A context in which the modules are as they were. They may write into their buffers, which are copies.
 
-        Its value: copy -> buffer.
+        Its value: `id` of the copy -> buffer.
         """
         # If two threads recompute one block at the same time, one of them would put back the copies of the other.
         with self.lock if self._find_buffers() else _NOTHING:
@@ -133,7 +134,7 @@ class Snapshot:
             modes, before = [own["training"] for own in self.owners], [(d, dict(d)) for d, _ in self.before]
             _put(self.owners, self.modes, self.before, copies)
             try:
-                yield {copy: tensor for tensor, copy in copies.items()}
+                yield {id(copy): tensor for tensor, copy in copies.items()}
             finally:
                 _put(self.owners, modes, before)
 
@@ -163,14 +164,14 @@ def _put(
         buffers.update({name: copies.get(tensor, tensor) for name, tensor in tensors.items()})
 
 
-def in_place_of(saved: torch.Tensor, buffers: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def in_place_of(saved: torch.Tensor, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The buffer, or the view of it, that autograd saves without checkpointing where a recompute saves a copy.
 
     Backward reads what it holds at that time, as after a write that no version shows (`data`, batch norm), and raises
     after any other write.
     """
     copy = saved if saved._base is None else saved._base
-    buffer = buffers.get(copy)
+    buffer = buffers.get(id(copy))
     if buffer is None or buffer.dtype != saved.dtype:
         return saved
     if copy is saved:
@@ -185,19 +186,26 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
     looks: copy all buffers, and search the modules for submodules that are new. Both are done if a module is new.
     """
     owners: list[dict[str, Any]] = []
+    dicts: list[dict[str, Any]] = []
     for module in modules:
         state = state_of(module)
         if looks or state.submodules is None:
             looks = True
             # Without the block's own attributes: they would refer to themselves, and outlive the block.
             state.submodules = _owners(inner for inner in module.modules() if inner is not module)
-        owners += (*_owners((module,)), *state.submodules)
-        # In another mode a block may write other buffers, as batch norm does.
-        modes = tuple([own["training"] for own in state.submodules])
-        if modes not in state.modes:
-            state.modes.add(modes)
-            looks = True
-    return Snapshot(owners, looks, state_of(modules[0]).lock) if modules else None
+            state.buffers = [own["_buffers"] for own in _owners(module.modules())]
+        dicts += state.buffers
+        # A function may refer to a whole model. To read the modes of so many modules in each region takes time.
+        owners += (*_owners((module,)), *state.submodules) if len(state.submodules) < MANY else ()
+    if not modules:
+        return None
+    modes, state = tuple([own["training"] for own in owners]), state_of(modules[0])
+    # In another mode a block may write other buffers, as batch norm does.
+    looks = looks or modes not in state.modes
+    state.modes.add(modes)
+    snapshot = Snapshot(owners, modes, dicts, looks)
+    snapshot.lock = state.lock
+    return snapshot
 
 
 def _owners(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
@@ -221,7 +229,8 @@ def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def modules_preserved(modules: Iterable[torch.nn.Module]) -> Iterator[Snapshot]:
     """Restore modes and buffers of some modules at the end: the tensors themselves, and their values."""
-    snapshot = Snapshot(_owners(inner for module in modules for inner in module.modules()), looks=True)
+    owners = _owners(inner for module in modules for inner in module.modules())
+    snapshot = Snapshot(owners, [own["training"] for own in owners], [own["_buffers"] for own in owners], looks=True)
     try:
         yield snapshot
     finally:

@@ -236,8 +236,8 @@ class Region:
         with _NOTHING if self.snapshot is None else self.snapshot.restored() as buffers:
             return self._run_again(backward, buffers)
 
-    def _run_again(self, backward: Any, buffers: Mapping[torch.Tensor, torch.Tensor] | None) -> Recomputed:
-        """Run the function again, in the state in which its forward began. buffers: copy -> buffer."""
+    def _run_again(self, backward: Any, buffers: Mapping[int, torch.Tensor] | None) -> Recomputed:
+        """Run the function again, in the state in which its forward began. buffers: `id` of a copy -> buffer."""
         recompute = _Recompute(self, buffers)
         tensors = recompute.tensors
         # The generators are put back by hand: a context would have to unwind at each early stop, which takes time.
@@ -338,7 +338,7 @@ class _Recompute:
     It is emptied in the end: the graph of the recompute holds its hook, and may outlive the region.
     """
 
-    def __init__(self, region: Region, buffers: Mapping[torch.Tensor, torch.Tensor] | None) -> None:
+    def __init__(self, region: Region, buffers: Mapping[int, torch.Tensor] | None) -> None:
         self.buffers = buffers
         self.tensors: Recomputed = {}
         # Storages that offload brought back to the device for this recompute.
@@ -370,7 +370,8 @@ class _Recompute:
                 now = metadata_of_plain(tensor)
             except RuntimeError:
                 now = torch_private.metadata(tensor)
-            kept = in_place_of(tensor, self.buffers).detach() if self.buffers else detached
+            kept = in_place_of(tensor, self.buffers) if self.buffers else tensor
+            kept = detached if kept is tensor else kept.detach()
             self.tensors[slot] = kept, now[-1]
             if self.compares_metadata and (slot.metadata != now or (self.buffers and kept._version != now[-1])):
                 self.comparison.add_metadata(slot.metadata, tensor)
