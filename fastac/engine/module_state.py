@@ -29,6 +29,7 @@ SMALL, FEW = 2**16, 8
 
 _numbers = itertools.count()
 _NOTHING = contextlib.nullcontext()
+_Dict = dict[str, Any]
 
 
 class Snapshot:
@@ -39,15 +40,13 @@ class Snapshot:
         modes: whether these are in training mode.
         dicts: the dicts of the buffers of all of the modules.
         looks: copy all buffers. Then writes are seen that no version shows.
+        lock: held while the modules are as they were.
     """
 
-    lock: Any = _NOTHING
-    """Held while the modules are as they were."""
-
     def __init__(
-        self, owners: Sequence[dict[str, Any]], modes: Sequence[bool], dicts: Sequence[dict[str, Any]], looks: bool
+        self, owners: Sequence[_Dict], modes: Sequence[bool], dicts: Sequence[_Dict], looks: bool, lock: Any = _NOTHING
     ) -> None:
-        self.owners, self.modes, self.dicts, self.looks = owners, modes, dicts, looks
+        self.owners, self.modes, self.dicts, self.looks, self.lock = owners, modes, dicts, looks, lock
         self.number = next(_numbers)
         # Each dict of buffers that was not empty, and what was in it.
         self.before = [(d, dict(d)) for d in self.dicts if d] if any(self.dicts) else []
@@ -151,9 +150,9 @@ class Snapshot:
 
 
 def _put(
-    owners: Iterable[dict[str, Any]],
+    owners: Iterable[_Dict],
     modes: Iterable[bool],
-    before: Iterable[tuple[dict[str, Any], dict[str, Any]]],
+    before: Iterable[tuple[_Dict, _Dict]],
     copies: Mapping[torch.Tensor, torch.Tensor] = types.MappingProxyType({}),
 ) -> None:
     """Give modules the modes and buffers that they had, with copies in the place of some buffers."""
@@ -185,8 +184,8 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
 
     looks: copy all buffers, and search the modules for submodules that are new. Both are done if a module is new.
     """
-    owners: list[dict[str, Any]] = []
-    dicts: list[dict[str, Any]] = []
+    owners: list[_Dict] = []
+    dicts: list[_Dict] = []
     for module in modules:
         state = state_of(module)
         if looks or state.submodules is None:
@@ -203,12 +202,10 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Snapshot | None:
     # In another mode a block may write other buffers, as batch norm does.
     looks = looks or modes not in state.modes
     state.modes.add(modes)
-    snapshot = Snapshot(owners, modes, dicts, looks)
-    snapshot.lock = state.lock
-    return snapshot
+    return Snapshot(owners, modes, dicts, looks, state.lock)
 
 
-def _owners(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
+def _owners(modules: Iterable[torch.nn.Module]) -> list[_Dict]:
     """The attributes of some modules. In TorchScript, modes and buffers are not among them."""
     return [own for own in map(vars, modules) if "training" in own and isinstance(own.get("_buffers"), dict)]
 

@@ -370,10 +370,12 @@ class _Recompute:
                 now = metadata_of_plain(tensor)
             except RuntimeError:
                 now = torch_private.metadata(tensor)
-            kept = in_place_of(tensor, self.buffers) if self.buffers else tensor
-            kept = detached if kept is tensor else kept.detach()
-            self.tensors[slot] = kept, now[-1]
-            if self.compares_metadata and (slot.metadata != now or (self.buffers and kept._version != now[-1])):
+            self.tensors[slot] = detached, now[-1]
+            differs = slot.metadata != now
+            if self.buffers and (kept := in_place_of(tensor, self.buffers)) is not tensor:
+                self.tensors[slot] = kept.detach(), now[-1]
+                differs = differs or kept._version != now[-1]
+            if differs and self.compares_metadata:
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
             self.comparison.add_values(tensor if slot is not None else None)
