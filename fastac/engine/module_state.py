@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,7 +134,7 @@ class Snapshot:
             try:
                 yield {id(copy): tensor for tensor, copy in copies.items()}
             finally:
-                _put(self.owners, modes, before)
+                _put(self.owners, modes, before, {})
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         source = self.copies[tensor]  # the buffer may have another shape now
@@ -153,7 +152,7 @@ def _put(
     owners: Iterable[_Dict],
     modes: Iterable[bool],
     before: Iterable[tuple[_Dict, _Dict]],
-    copies: Mapping[torch.Tensor, torch.Tensor] = types.MappingProxyType({}),
+    copies: Mapping[torch.Tensor, torch.Tensor],
 ) -> None:
     """Give modules the modes and buffers that they had, with copies in the place of some buffers."""
     for own, mode in zip(owners, modes, strict=True):
@@ -231,7 +230,7 @@ def modules_preserved(modules: Iterable[torch.nn.Module]) -> Iterator[Snapshot]:
     try:
         yield snapshot
     finally:
-        _put(snapshot.owners, snapshot.modes, snapshot.before)
+        _put(snapshot.owners, snapshot.modes, snapshot.before, {})
         # Only these: a write counts as an in-place change, and a graph of the user may have saved the buffer.
         for tensor in snapshot.changed() & snapshot.copies.keys():
             tensor.detach().copy_(snapshot.copies[tensor])

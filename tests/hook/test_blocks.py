@@ -380,6 +380,16 @@ def with_a_dict_of_its_own(block: Any) -> Any:
 COPIES = (copy.deepcopy, support.pickled, with_modules_of_its_own, with_a_dict_of_its_own)
 
 
+def halved_and_plain(control: Control) -> Control:
+    """Halve the weights of a control branch. Returns one that was never enabled, with these weights."""
+    with torch.no_grad():
+        for parameter in control.parameters():
+            parameter.mul_(0.5)
+    plain = Control(torch.nn.ModuleList(support.AttentionBlock() for _ in range(2)))
+    plain.load_state_dict(control.state_dict())
+    return plain
+
+
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("policy", ["attn_only", "full", FULL_AND_NONE])
 def test_copies_of_blocks(copied: Any, policy: Any) -> None:
@@ -389,11 +399,7 @@ def test_copies_of_blocks(copied: Any, policy: Any) -> None:
     fastac.enable(model, policy, blocks="blocks")
     assert executions_of(model, inputs) == executions
     control = Control(control_branch(model, copied))
-    with torch.no_grad():
-        for parameter in control.parameters():
-            parameter.mul_(0.5)
-    plain = Control(torch.nn.ModuleList(support.AttentionBlock() for _ in range(2)))
-    plain.load_state_dict(control.state_dict())
+    plain = halved_and_plain(control)
     expected = train_step(plain, inputs)
     with torch.no_grad():
         assert torch.equal(control(**inputs), expected["output"])
@@ -487,9 +493,4 @@ def test_a_copy_of_a_compiled_block_is_not_compiled() -> None:
     model, inputs = support.stack(), stack_inputs()
     fastac.compile(model, "attn_only", blocks="blocks", backend="eager")
     control = Control(control_branch(model, with_modules_of_its_own))
-    with torch.no_grad():
-        for parameter in control.parameters():
-            parameter.mul_(0.5)
-    plain = Control(torch.nn.ModuleList(support.AttentionBlock() for _ in range(2)))
-    plain.load_state_dict(control.state_dict())
-    assert executions_of(control, inputs, train_step(plain, inputs)) == 4
+    assert executions_of(control, inputs, train_step(halved_and_plain(control), inputs)) == 4
