@@ -85,6 +85,7 @@ def unfreeze() -> None:
 def as_in_a_fresh_process() -> Iterator[None]:
     """What one test made known does not change the next, and no test may leave anything open behind."""
     process.reset()
+    process.host_bytes = 0
     before = sys.modules.get("diffusers.models.attention_dispatch")
     backend = before._AttentionBackendRegistry._active_backend if before is not None else None
     yield

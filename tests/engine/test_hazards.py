@@ -20,8 +20,6 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 import fastac
 from fastac import FastacError
-from fastac.engine import interception
-from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from tests import support
 from tests.engine import cases
 from tests.engine.cases import OWN_ALONE, Attend, Change, OneAttention, add_one, assert_exact, twice
@@ -333,7 +331,7 @@ def test_row_registered_between_forward_and_backward(attention_executions: Count
 
     def register_first(loss: torch.Tensor) -> None:
         register_row(name)
-        interception.install()
+        fastac.enable(stack(), blocks="blocks")
         loss.backward()
 
     attention_executions.clear()
@@ -355,7 +353,8 @@ def test_another_package_at_backend_select() -> None:
     """The later registration replaces the earlier silently."""
     op = support.define_attention_op("taken")
     library = torch.library.Library(support.NAMESPACE, "IMPL")
-    somebody_else = lambda keyset, *args: op.redispatch(keyset & BELOW_BACKEND_SELECT, *args)  # noqa: E731
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    somebody_else = lambda keyset, *args: op.redispatch(keyset & below, *args)  # noqa: E731
     library.impl("taken", somebody_else, "BackendSelect", with_keyset=True)
     register_row("taken")
     block = functools.partial(OneAttention(support.attention_function(op)), **stack_inputs())
@@ -525,7 +524,7 @@ def test_an_op_that_is_defined_anew_with_other_arguments(attention_executions: C
     for arguments, *options in (("float dropout_p", 0.3), ("bool causal, float dropout_p", False, 0.3)):
         schema = f"anew(Tensor query, Tensor key, Tensor value, {arguments}) -> (Tensor, Tensor, Tensor)"
         library = support.define_op(schema, kernel)
-        interception.install()
+        fastac.enable(stack(), blocks="blocks")
         attend = support.attention_function(lambda *heads: torch.ops.fastac_tests.anew(*heads))
         block = functools.partial(AttentionBlock, dropout=0.2)
         assert_exact(lambda: block(attend=lambda *heads: attend(*heads, *options)), attention_executions)  # noqa: B023

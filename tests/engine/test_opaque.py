@@ -112,24 +112,24 @@ def assert_visible(
 
 @pytest.mark.parametrize("way", [{}, {"view": True}, {"none": True}], ids=["plain", "a view", "None among the outputs"])
 def test_executions_and_gradients(way: Any, counted: Counter[str]) -> None:
-    opaque = function(**way)
-    region = block(opaque.apply, "kept on the context")  # captured before it is made visible, as libraries do
-    assert_visible(opaque, region, counted, key="k")
+    made = function(**way)
+    region = block(made.apply, "kept on the context")  # captured before it is made visible, as libraries do
+    assert_visible(made, region, counted, key="k")
     for policy in ("torch", "full"):
         assert_region(region, inputs(), counted, again=1, policy=policy)
 
 
 @pytest.mark.parametrize("frozen", ["query", "value"])
 def test_inputs_that_do_not_require_grad(frozen: str, counted: Counter[str]) -> None:
-    opaque, data = function(), inputs()
+    made, data = function(), inputs()
     data[frozen].requires_grad_(False)
-    assert_visible(opaque, block(opaque.apply), counted, data)
+    assert_visible(made, block(made.apply), counted, data)
 
 
 @pytest.mark.parametrize("dropout", ["dropout_p", "always"])
 def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str]) -> None:
-    opaque = function(draws=dropout == "always")
-    assert_visible(opaque, block(opaque.apply, None, 0.3), counted, dropout=dropout)
+    made = function(draws=dropout == "always")
+    assert_visible(made, block(made.apply, None, 0.3), counted, dropout=dropout)
 
 
 class Chooses(torch.autograd.Function):
@@ -190,9 +190,9 @@ def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Count
     ids=["key", "second tensor", "max_kv", "max_kv that is a tensor"],
 )
 def test_number_of_keys(named: dict[str, str], settings: Any, counted: Counter[str]) -> None:
-    opaque = function()
-    fastac.make_visible(opaque, dropout=None, **named)
-    region = block(opaque.apply, settings)
+    made = function()
+    fastac.make_visible(made, dropout=None, **named)
+    region = block(made.apply, settings)
     for min_kv, again in ((10, 0), (11, 1)):
         assert_region(region, inputs(), counted, again, Policy("attn_only", min_kv=min_kv))
 
@@ -201,30 +201,30 @@ def test_number_of_keys(named: dict[str, str], settings: Any, counted: Counter[s
 
 
 def test_outside_regions_and_in_traces_the_forward_just_runs() -> None:
-    opaque = function()
-    op = fastac.make_visible(opaque, dropout=None)
+    made = function()
+    op = fastac.make_visible(made, dropout=None)
     data = inputs()
     with torch.profiler.profile() as profile:
-        block(opaque.apply)(*data.values()).sum().backward()
+        block(made.apply)(*data.values()).sum().backward()
     names = {event.name for event in profile.events()}
     assert "aten::bmm" in names
     assert op._schema.name not in names
-    graph = make_fx(lambda q, k, v: opaque.apply(q, k, v)[0])(*[t.detach() for t in data.values()])
+    graph = make_fx(lambda q, k, v: made.apply(q, k, v)[0])(*[t.detach() for t in data.values()])
     assert not any(node.target is op for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize("how", ["keywords", "a context of its own"])
 def test_a_forward_that_is_called_by_hand_just_runs(how: str) -> None:
     """Functions use one another's forward as a helper, in regions as well."""
-    opaque = function()
-    fastac.make_visible(opaque, dropout=None)
+    made = function()
+    fastac.make_visible(made, dropout=None)
     q, k, v = (tensor.detach() for tensor in inputs().values())
     context = types.SimpleNamespace(
         save_for_backward=lambda *_: None, mark_non_differentiable=lambda *_: None, set_materialize_grads=lambda _: None
     )
 
     def helper() -> torch.Tensor:
-        return (opaque.forward(context, q, k=k, v=v) if how == "keywords" else opaque.forward(context, q, k, v))[0]
+        return (made.forward(context, q, k=k, v=v) if how == "keywords" else made.forward(context, q, k, v))[0]
 
     expected = kernel(q, k, v)[0]
     assert torch.equal(helper(), expected)
@@ -237,12 +237,12 @@ def test_a_forward_that_is_called_by_hand_just_runs(how: str) -> None:
 
 def test_report_and_verify(counted: Counter[str]) -> None:
     """Bytes beyond the outputs are reported; its kernel is counted."""
-    opaque = function()
-    fastac.make_visible(opaque, key="k", **PLAIN)
+    made = function()
+    fastac.make_visible(made, key="k", **PLAIN)
 
     class Block(torch.nn.Module):
         def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return opaque.apply(query, key, value)[0].tanh()
+            return made.apply(query, key, value)[0].tanh()
 
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([Block()])})
     model.forward = lambda **named: model["blocks"][0](*named.values())
@@ -430,10 +430,10 @@ def test_traced_it_is_recomputed_with_a_warning(caplog: pytest.LogCaptureFixture
 
 def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
     torch._dynamo.reset()
-    opaque = function()
-    fastac.make_visible(opaque, key="k", **PLAIN)
+    made = function()
+    fastac.make_visible(made, key="k", **PLAIN)
     torch.manual_seed(0)
-    layer, data = Layer(torch.compiler.disable(opaque.apply)), inputs()
+    layer, data = Layer(torch.compiler.disable(made.apply)), inputs()
     reference = train_step(layer, data)
     layer.compile(backend="aot_eager")
     for _ in range(2):
