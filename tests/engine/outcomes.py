@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -71,10 +70,6 @@ class Run:
     def parts(self, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.attention(video).sin()
         return hidden, self.block.ffn(hidden)
-
-    def eval(self) -> None:
-        self.block.eval()
-        self.other.eval()
 
     def smooth(self, video: torch.Tensor) -> torch.Tensor:
         """Unlike attention, it can be differentiated any number of times."""
@@ -140,11 +135,6 @@ class RegionInside(torch.autograd.Function):
         return None, torch.autograd.grad(ctx.output, ctx.leaf, gradient)[0]
 
 
-def in_two_threads(function: Callable[[Any], Any], values: Any) -> list[Any]:
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(function, values))
-
-
 CASES: dict[str, Callable[[Any], Any]] = {
     "a block": Run.region,
     "a bound forward": lambda run: run(run.block.forward, run.video, run.text),
@@ -192,9 +182,6 @@ class Cases(Run):
         nested, arguments = self(function, (second.video, 1), scale=self.scale, second=second, number=3)
         return nested, arguments.video, arguments.more["all"][0] * nested["video"][2][1]
 
-    def nothing_requires_grad(self) -> Any:
-        return self(self.block.requires_grad_(False), self.video.detach(), self.text.detach()) * self.scale
-
     def argument_written_before_backward(self) -> Any:
         video = self.video.detach().clone()
         output = self(lambda video: self.scale.sin() * 2 + video, video)
@@ -208,11 +195,6 @@ class Cases(Run):
             return video.sin()
 
         return self(function, self.video)
-
-    def options(self) -> Any:
-        self.eval()
-        options = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}
-        return self(self.block, self.video, self.text, options=options)
 
     def early_stop_of_inner_and_outer(self) -> Any:
         def function(video: torch.Tensor, stops: bool) -> torch.Tensor:
@@ -229,12 +211,6 @@ class Cases(Run):
         self.grad(output, self.block.ffn[2].weight, self.block.norms[0].weight)
         output.sum().backward(inputs=[self.video, self.block.qkv.weight], retain_graph=True)
         return output
-
-    def two_losses(self) -> Any:
-        first, second = self(self.parts, self.video)
-        first.sum().backward(retain_graph=True)
-        second.sum().backward(retain_graph=True)
-        return first * second
 
     def read_outside_backward(self) -> Any:
         output = self(lambda video: self.attention(video).sin().exp(), self.video)
@@ -311,20 +287,6 @@ class Cases(Run):
 
         return self(function, self.video, self.text)
 
-    def gradients_off_around(self) -> Any:
-        with torch.no_grad():
-            first = self.region()
-        with torch.inference_mode():
-            second = self.region()
-        return first * self.scale, second.clone()
-
-    # Threads
-
-    def backward_in_another_thread(self) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
-            output = self(lambda video: self.block(video, self.text) * torch.ones(WIDTH), self.video)
-        in_two_threads(torch.Tensor.backward, [output.float().sum()])
-
     # Exceptions, after which everything works
 
     def exception_in_the_forward(self) -> Any:
@@ -353,16 +315,6 @@ class Cases(Run):
         with torch.device("meta"):  # which a backward does not see
             output = self(lambda video: (self.attention(video) * (2 + torch.empty(0).is_meta)).sin(), self.video)
         output.backward(torch.ones_like(output))
-
-    def autocast_of_the_forward(self) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            before = self.block.ffn(self.video)  # casts weights into the cache
-            with torch.autocast("cpu", enabled=False):
-                exact = self.region()
-            loss = self(lambda video: self.block.ffn(self.attention(video)), exact).float().sum() + before.float().sum()
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            loss.backward()
-        return exact.detach()
 
 
 def around(context: Callable[[], Any], place: str, run: Run) -> Any:
@@ -394,8 +346,6 @@ CASES["saved tensors hooks around"] = functools.partial(around, copying_hooks, "
 for _context in (torch.autograd.detect_anomaly, allow_mutation_on_saved_tensors):
     CASES[_context.__name__] = functools.partial(around, _context, "everything")
 
-RUN_ONCE = {"nothing requires grad", "nothing is saved", "gradients off around"}
-"""The function runs no second time."""
 MAY_RAISE = {
     "argument written before backward",
     "every exception caught inside",
@@ -410,4 +360,4 @@ NEW = {
     "default device of the forward": "2.13",
 }
 """They need a torch that has a GraphExecGroup, or whose own checkpoint takes default devices."""
-assert CASES.keys() >= RUN_ONCE | MAY_RAISE | NEW.keys()
+assert CASES.keys() >= MAY_RAISE | NEW.keys()

@@ -206,19 +206,12 @@ def test_recompute_on_another_path(ways: tuple[str, ...], message: str) -> None:
         support.loss_of(output).backward()
 
 
-@pytest.mark.parametrize("what", ["strides", "op"])
-def test_recompute_with_other_calls(what: str) -> None:
-    """A cache that the forward filled may do this. The message shows the difference."""
-    block = OneAttention(sdpa if what == "strides" else custom_attention("one_op"))
+def test_recompute_with_another_op() -> None:
+    block = OneAttention(custom_attention("one_op"))
     other = custom_attention("another_op")
     output = fastac.checkpoint(block, **stack_inputs())
-    block.attend = other if what == "op" else lambda *heads: sdpa(*map(torch.Tensor.contiguous, heads))
-    message = (
-        r"strides \(384.* strides \(1152.*\n.*use_cache"
-        if what == "strides"
-        else "another_op.* forward called .*one_op"
-    )
-    with pytest.raises(FastacError, match=message):
+    block.attend = other
+    with pytest.raises(FastacError, match=r"another_op.* forward called .*one_op"):
         support.loss_of(output).backward()
 
 
@@ -226,20 +219,12 @@ def test_recompute_with_other_calls(what: str) -> None:
 
 
 def test_second_backward(attention_executions: Counter[str]) -> None:
-    """With retain_graph, through everything and after a part (adaptive loss weights); without it torch's own error."""
+    """With retain_graph; without it torch's own error. After a part: "some leaves" in tests/engine/outcomes.py."""
     assert_exact(AttentionBlock, attention_executions, backward=twice)
-
-    def run(policy: str) -> Tensors:
-        model, inputs = stack(policy=policy), stack_inputs()
-        leaves = support.leaves_of(model, inputs)
-        loss = support.loss_of(model(**inputs))
-        (first,) = torch.autograd.grad(loss, [model.blocks[0].self_out.weight], retain_graph=True)
-        found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-        return {"first": first, **found}
-
-    assert_alike(run, attention_executions)
+    loss = support.loss_of(fastac.checkpoint(AttentionBlock(), **stack_inputs()))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("change", [None, add_one])
