@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac.engine.blocks import state_of
-from fastac.engine.process import process
 from tests import support
 from tests.live_bytes import allocated
 from tests.support import stack, stack_inputs, train_step
@@ -56,31 +54,29 @@ def assert_exact(
     support.assert_alike(lambda policy: train_step(model(policy), inputs, backward=backward), counts, again, policy)
 
 
-def held_bytes(block: torch.nn.Module, policy: Any, known: bool = True) -> tuple[int, int, int]:
+def held_bytes(block: torch.nn.Module, policy: Any) -> tuple[int, int, int]:
     """Bytes that a region holds after its forward, its output not counted; after a backward; and once it was dropped.
 
-    known: the region is not the first of its kind, which is watched.
+    Also in the first region of its kind, which is watched.
     """
-    inputs = stack_inputs()
 
-    def forward() -> torch.Tensor:
+    def forward(**inputs: torch.Tensor) -> torch.Tensor:
         # Without the generator's state, which torch keeps for each region.
         return fastac.checkpoint(block, *inputs.values(), policy=policy, preserve_rng_state=False)
 
+    def held(**inputs: torch.Tensor) -> int:
+        return allocated(lambda: forward(**inputs)) - inputs["video"].nbytes
+
     def step() -> None:
-        support.loss_of(forward()).backward()
+        support.loss_of(forward(**inputs)).backward()
 
     def dropped() -> None:
-        forward()
+        forward(**inputs)
 
+    inputs = stack_inputs()
     step()
-    held = []
-    for run in (forward, step, dropped):
-        if not known:
-            process.reset()
-            state_of(block).key = None
-        held.append(allocated(run))
-    return held[0] - inputs["video"].nbytes, held[1], held[2]
+    assert 2 * held(**inputs) == held(**stack_inputs(batch=2)), "another kind"
+    return held(**inputs), allocated(step), allocated(dropped)
 
 
 def add_one(output: torch.Tensor) -> torch.Tensor:

@@ -410,22 +410,6 @@ def test_checkpoint_of_the_block_s_own() -> None:
         model(**stack_inputs())
 
 
-def test_no_alarm_in_a_region_without_attention(caplog: pytest.LogCaptureFixture) -> None:
-    """A feed-forward that the user checkpoints, as well as blocks that attend."""
-    torch.manual_seed(0)
-    block, feed_forward = AttentionBlock(), torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Softmax(-1))
-
-    def run(policy: str) -> Tensors:
-        def step(**inputs: torch.Tensor) -> torch.Tensor:
-            hidden = run_checkpointed(block, *inputs.values(), policy=policy)
-            return run_checkpointed(feed_forward, hidden, policy=policy)
-
-        return train_step(step, stack_inputs())
-
-    assert_alike(run)
-    assert not caplog.records
-
-
 def test_inference_tensors_inside_a_region(attention_executions: Counter[str]) -> None:
     """Attention under inference_mode inside a training region: such tensors have no version to compare."""
 

@@ -68,13 +68,12 @@ def test_operation(operation: Any, is_last: bool, policy: str, determinism_check
 def test_in_a_nested_region() -> None:
     """Its forward in the recompute of the outer one is under a mode, and so is its own recompute."""
     torch.manual_seed(0)
-    block, inputs = WithOperation(transcribed, True), stack_inputs(batch=BATCH)
+    block = WithOperation(transcribed, True)
 
     def run(policy: str) -> Tensors:
         inner = functools.partial(run_checkpointed, block, policy=policy)
-        return support.train_step(
-            lambda **inputs: run_checkpointed(lambda **all: inner(**all), policy=policy, **inputs), inputs
-        )
+        outer = functools.partial(run_checkpointed, lambda **inputs: inner(**inputs), policy=policy)
+        return support.train_step(outer, stack_inputs(batch=BATCH))
 
     support.assert_alike(run)
 
@@ -88,35 +87,34 @@ def test_a_change_of_what_is_saved_last() -> None:
         output.sum().backward()
 
 
-@pytest.mark.parametrize("determinism_check", ["default", "none"])
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
 @pytest.mark.parametrize("way", ["buffer", "argument", "keyword", "in a tuple"])
-def test_inference_tensors(way: str, policy: str, determinism_check: str) -> None:
+def test_inference_tensors(way: str, policy: str) -> None:
     """They have no version: a table that was filled in validation."""
     torch.manual_seed(0)
-    block, inputs = AttentionBlock(), stack_inputs()
+    block = AttentionBlock()
     with torch.inference_mode():
         table = torch.randn(support.WIDTH)
     block.register_buffer("table", table)
-    function, given, kwargs = {
-        "buffer": (lambda video, text: block(video + block.table, text), (), {}),
-        "argument": (lambda video, text, one: block(video + one, text), (table,), {}),
-        "keyword": (lambda video, text, one: block(video + one, text), (), {"one": table}),
-        "in a tuple": (lambda video, text, one: block(video + one[0], text), ((table,),), {}),
+    args, kwargs = {
+        "buffer": ((), {}),
+        "argument": ((table,), {}),
+        "keyword": ((), {"one": table}),
+        "in a tuple": (((table,),), {}),
     }[way]
 
+    def function(video: torch.Tensor, text: torch.Tensor, one: Any = block.table) -> torch.Tensor:
+        return block(video + (one[0] if isinstance(one, tuple) else one), text)  # type: ignore[no-any-return]
+
     def run(policy: str) -> Tensors:
-        options: Any = kwargs if policy == "none" else {"determinism_check": determinism_check, **kwargs}
-        return support.train_step(
-            lambda **inputs: run_checkpointed(function, *inputs.values(), *given, policy=policy, **options), inputs
-        )
+        call = functools.partial(run_checkpointed, function, policy=policy, **kwargs)
+        return support.train_step(lambda video, text: call(video, text, *args), stack_inputs())
 
     support.assert_alike(run, policy=policy)
 
 
-@pytest.mark.parametrize("determinism_check", ["default", "none"])
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
-def test_strided_nested_tensors(policy: str, determinism_check: str) -> None:
+def test_strided_nested_tensors(policy: str) -> None:
     """They have no shape: torch's own checkpoint raises an internal error."""
     torch.manual_seed(0)
     parts, projection = [torch.randn(length, 8) for length in (3, 5)], torch.nn.Linear(8, 8)
@@ -124,8 +122,7 @@ def test_strided_nested_tensors(policy: str, determinism_check: str) -> None:
     def train(policy: str) -> list[torch.Tensor]:
         projection.zero_grad()
         nested = torch.nested.nested_tensor(parts, requires_grad=True)
-        options: Any = {} if policy == "none" else {"determinism_check": determinism_check}
-        output = run_checkpointed(lambda x: projection(x.sin()) * x, nested, policy=policy, **options)
+        output = run_checkpointed(lambda x: projection(x.sin()) * x, nested, policy=policy)
         torch.nested.to_padded_tensor(output, 0.0).square().sum().backward()
         return [*nested.grad.unbind(), projection.weight.grad.clone()]
 
