@@ -296,21 +296,6 @@ def test_recomputes_of_two_blocks_may_wait_for_each_other() -> None:
         list(threads.map(torch.Tensor.backward, losses))
 
 
-def test_storage_that_is_freed() -> None:
-    """The block frees a weight that was streamed, right after its use."""
-    weight = torch.randn(WIDTH, WIDTH)
-
-    def block(video: torch.Tensor) -> torch.Tensor:
-        streamed = weight.clone()
-        output = video @ streamed
-        streamed.untyped_storage().resize_(0)
-        return output
-
-    video = support.stack_inputs()["video"]
-    for _ in range(2):
-        fastac.checkpoint(block, video, policy="full").sum().backward()
-
-
 @pytest.mark.parametrize("what", ["proxy", "attributes", "itself"])
 def test_objects_that_cannot_be_searched(what: str) -> None:
     class Answers:

@@ -45,20 +45,6 @@ def test_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None
     fastac.checkpoint(AttentionBlock(dropout=0.1), **stack_inputs(), policy="full", preserve_rng_state=False)
 
 
-def test_dropout_that_begins_later() -> None:
-    """Steps 0, 1, 2, 4, ... are compared."""
-    block, inputs, raised = AttentionBlock(dropout=0.1).eval(), stack_inputs(), []
-    for step in range(6):
-        block.train(step > 2)
-        try:
-            output = fastac.checkpoint(block, **inputs, policy="full", preserve_rng_state=False)
-            support.loss_of(output).backward()
-        except fastac.FastacError:
-            raised.append(step)
-            block.eval()
-    assert raised == [4, 5]
-
-
 def test_without_the_check_it_draws() -> None:
     options: Any = {"preserve_rng_state": False, "determinism_check": "none"}
     support.loss_of(fastac.checkpoint(AttentionBlock(dropout=0.1), **stack_inputs(), **options)).backward()

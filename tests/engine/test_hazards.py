@@ -23,20 +23,7 @@ from fastac import FastacError
 from tests import support
 from tests.engine import cases
 from tests.engine.cases import OWN_ALONE, Attend, Change, OneAttention, add_one, assert_exact, twice
-from tests.support import (
-    CPU_ATTENTION,
-    AttentionBlock,
-    Tensors,
-    assert_alike,
-    assert_same,
-    attention_inputs,
-    custom_attention,
-    register_row,
-    run_checkpointed,
-    stack,
-    stack_inputs,
-    train_step,
-)
+from tests.support import CPU_ATTENTION, AttentionBlock, Tensors, custom_attention, stack, stack_inputs, train_step
 
 sdpa = F.scaled_dot_product_attention
 
@@ -155,7 +142,7 @@ def test_op_that_always_writes() -> None:
     support.define_attention_op("always_writes", "always_writes")
     for _ in range(2):  # a row that was refused is not there afterwards
         with pytest.raises(FastacError, match=r"always_writes.* writes .*'out'"):
-            register_row("always_writes")
+            support.register_row("always_writes")
 
 
 def test_op_that_writes_in_this_call(attention_executions: Counter[str]) -> None:
@@ -243,12 +230,14 @@ def test_outputs_backpropagated_one_by_one(retain: bool, attention_executions: C
     def run(policy: str) -> Tensors:
         torch.manual_seed(0)
         blocks, inputs = torch.nn.ModuleList(OneAttention() for _ in range(2)), stack_inputs()
-        left, right = run_checkpointed(lambda *args: [one(*args) for one in blocks], *inputs.values(), policy=policy)
+        left, right = support.run_checkpointed(
+            lambda *args: [one(*args) for one in blocks], *inputs.values(), policy=policy
+        )
         support.loss_of(left).backward(retain_graph=retain)
         support.loss_of(right).backward()
         return support.gradients(support.leaves_of(blocks, inputs))
 
-    assert_alike(run, attention_executions)
+    support.assert_alike(run, attention_executions)
 
 
 # Regions inside regions, kernels inside kernels
@@ -264,7 +253,7 @@ class RegionInside(torch.nn.Module):
         self.policy = policy
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        video = run_checkpointed(self.inner, torch.tanh(video), text, policy=self.policy)
+        video = support.run_checkpointed(self.inner, torch.tanh(video), text, policy=self.policy)
         return self.out(torch.tanh(video))
 
 
@@ -305,7 +294,7 @@ def test_op_that_was_unknown_is_saved_once_it_is_registered(attention_executions
     """A decision "no row" is cached, and a block's class is known from before: registering must clear both."""
     name, block = op_before_sdpa()
     assert_exact(block, attention_executions, again=2)
-    register_row(name)
+    support.register_row(name)
     assert_exact(block, attention_executions)
 
 
@@ -315,13 +304,13 @@ def test_row_registered_between_forward_and_backward(attention_executions: Count
     expected = train_step(stack(block=block), stack_inputs())
 
     def register_first(loss: torch.Tensor) -> None:
-        register_row(name)
+        support.register_row(name)
         fastac.enable(stack(), blocks="blocks")
         loss.backward()
 
     attention_executions.clear()
     model = stack(block=block, policy="attn_only")
-    assert_same(train_step(model, stack_inputs(), backward=register_first), expected)
+    support.assert_same(train_step(model, stack_inputs(), backward=register_first), expected)
     assert attention_executions == {f"{support.NAMESPACE}::{name}": 4, CPU_ATTENTION: 2}
 
 
@@ -341,7 +330,7 @@ def test_another_package_at_backend_select() -> None:
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     somebody_else = lambda keyset, *args: op.redispatch(keyset & below, *args)  # noqa: E731
     library.impl("taken", somebody_else, "BackendSelect", with_keyset=True)
-    register_row("taken")
+    support.register_row("taken")
     block = functools.partial(OneAttention(support.attention_function(op)), **stack_inputs())
     with pytest.raises(FastacError, match=r"fastac_tests::taken .* another package"):
         fastac.checkpoint(block)
@@ -389,7 +378,7 @@ def test_no_alarm_without_gradients(mode: Any, attention_executions: Counter[str
             output = model(**inputs)
         assert attention_executions == {CPU_ATTENTION: 4}
         assert torch.equal(output, reference["output"])
-        assert_same(train_step(model, inputs), reference)
+        support.assert_same(train_step(model, inputs), reference)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -456,11 +445,13 @@ def test_autocast_below_the_observer() -> None:
     def run(policy: str) -> Tensors:
         states.clear()
         with torch.autocast("cpu", torch.bfloat16):
-            found = train_step(functools.partial(run_checkpointed, region, policy=policy), attention_inputs(7, 12))
+            found = train_step(
+                functools.partial(support.run_checkpointed, region, policy=policy), support.attention_inputs(7, 12)
+            )
         assert states == [True, False] * (1 if policy == "none" else 2), "in the forward and in the recompute"
         return found
 
-    assert_alike(run)
+    support.assert_alike(run)
 
 
 # Threads
@@ -484,7 +475,7 @@ def test_attention_of_another_thread(attention_executions: Counter[str]) -> None
 
 def test_an_op_that_is_defined_anew_with_other_arguments(attention_executions: Counter[str]) -> None:
     """A notebook cell that runs again. Calls must be read by the new schema, or random draws are missed."""
-    register_row("anew", "dropout_p")
+    support.register_row("anew", "dropout_p")
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> Any:
         support.executions["anew"] += 1

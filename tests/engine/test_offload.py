@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import itertools
 import sys
 import weakref
 from collections import Counter
@@ -307,19 +306,11 @@ def test_bytes_on_the_device(policy: Policy, blocks: int) -> None:
 
 
 def test_the_last_blocks_may_stay() -> None:
-    """All before them leave, also the one right before them, and its copies come back while the next block runs."""
+    """All before them leave, also the one right before them."""
     policies = [Policy("attn_only", offload=True, keep=1)] * 2 + [Policy("attn_only")] * 2
     with simulated(late=False):
         held, _ = memory(policies)
     assert held == 2 * (INPUT + ATTENTION) + TEXT + 4
-    model, calls = Leading(policies, 4), itertools.count()
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda *_: setattr(device, "now", next(calls)))
-    with simulated() as device:
-        device.clock = lambda: device.now  # type: ignore[attr-defined]
-        train(model)
-    assert len(device.lasted) == 4
-    assert all(device.lasted), "none was waited for in the block in which it began"
 
 
 class OneOp(torch.nn.Module):
@@ -487,29 +478,24 @@ def test_what_fitted_before_is_allocated_by_now(device: Simulated, monkeypatch: 
         run(batch=3)
 
 
+PINNED = (
+    r"^attn_only\(offload=True\): the host has no memory left to pin for .* AttentionStack\.blocks\.\d offloads "
+    r'\(RuntimeError: CUDA error: out of memory\).*\n.*offload="attention".* keep='
+)
+
+
 def test_host_memory_that_cannot_be_pinned(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is an error of the host's memory: more offload would pin more. The next step works."""
-    run = forward(Policy(offload=True))
-    pin = device.host_memory
+    run, pin = forward(Policy(offload=True)), device.host_memory
 
     def pin_two_blocks(size: int) -> torch.Tensor:
         if device.in_use > 3 * INPUT:
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
         return pin(size)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(FastacError, match=PINNED) as raised:
         patch.setattr(device, "host_memory", pin_two_blocks)
-        with pytest.raises(
-            FastacError, match=r"^attn_only\(offload=True\): the host has no memory left to pin"
-        ) as raised:
-            run()
-    for words in (
-        "AttentionStack.blocks.",
-        "(RuntimeError: CUDA error: out of memory)",
-        'offload="attention"',
-        "keep=",
-    ):
-        assert words in str(raised.value)
+        run()
     assert str(raised.value.__cause__).startswith("CUDA error: out of memory")
     if sys.version_info >= (3, 11):
         (note,) = raised.value.__notes__

@@ -407,21 +407,6 @@ def test_traced_it_is_recomputed_with_a_warning(caplog: pytest.LogCaptureFixture
     assert any(name in message and "recompute" in message for message in caplog.messages)
 
 
-def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
-    torch._dynamo.reset()
-    made = function()
-    fastac.make_visible(made, key="k", **PLAIN)
-    torch.manual_seed(0)
-    layer, data = Layer(torch.compiler.disable(made.apply)), inputs()
-    reference = train_step(layer, data)
-    layer.compile(backend="aot_eager")
-    for _ in range(2):
-        counted.clear()
-        found = train_step(functools.partial(fastac.checkpoint, layer), data)
-        assert max(support.relative_error(found[key], reference[key]) for key in found) < 1e-6
-    assert counted == {KERNEL: 1}
-
-
 # Other Functions, and the context
 
 

@@ -28,16 +28,7 @@ from tests import support
 from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact, held_bytes
 from tests.live_bytes import LiveBytes
 from tests.marks import needs_torch
-from tests.support import (
-    CPU_ATTENTION,
-    AttentionBlock,
-    assert_region,
-    assert_same,
-    custom_attention,
-    stack,
-    stack_inputs,
-    train_step,
-)
+from tests.support import CPU_ATTENTION, AttentionBlock, assert_region, assert_same, stack, stack_inputs, train_step
 
 # As torch.utils.checkpoint.checkpoint is called
 
@@ -229,7 +220,7 @@ def test_held_bytes_are_those_of_outputs_and_statistics(policy: Any, calls: int)
 
 def test_held_bytes_of_outputs_that_nobody_guards() -> None:
     """A copy is kept instead of the output, not in addition."""
-    attend = custom_attention("held")
+    attend = support.custom_attention("held")
     dropout_mask_bytes = 2 * support.VIDEO_TOKENS * ROW_BYTES  # the third output of this op
     expected = CALL_BYTES + dropout_mask_bytes
     assert held_bytes(OneAttention(attend, change=torch.neg), "attn_only") == (expected, 0, 0)
