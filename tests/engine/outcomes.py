@@ -220,12 +220,6 @@ class Cases(Run):
         self.found.append(node._saved_result)
         return output
 
-    def read_before_its_node_runs(self) -> Any:
-        output = self(lambda video: self.attention(video).exp(), self.video)
-        node = output.grad_fn
-        node.register_prehook(lambda gradients: self.found.append(node._saved_result))
-        return output
-
     def double_backward(self) -> Any:
         output = self(lambda video: self(self.smooth, self(lambda one: one.sin().exp(), video)), self.video)
         return output, self.grad(self.grad(output, self.video, create_graph=True), self.video, create_graph=True)
@@ -250,12 +244,6 @@ class Cases(Run):
         hidden, output = self(self.parts, self.video)
         with torch_module.GraphExecGroup():  # these do not overlap, and share a recompute
             hidden.backward(self.grad(output, hidden))
-
-    def group_of_backwards_that_overlap(self) -> Any:
-        output = self.region()
-        with torch_module.GraphExecGroup():
-            self.grad(output, self.video)
-            self.grad(output, self.video)
 
     # Hooks, contexts and functions of the user's own, inside
 
@@ -349,14 +337,11 @@ for _context in (torch.autograd.detect_anomaly, allow_mutation_on_saved_tensors)
 MAY_RAISE = {
     "argument written before backward",
     "every exception caught inside",
-    "group of backwards that overlap",
-    "read before its node runs",
     "saved and read twice",
     "torch.func.grad inside",
 }
 NEW = {
     "group of backwards": "2.10",
-    "group of backwards that overlap": "2.10",
     "default device of the forward": "2.13",
 }
 """They need a torch that has a GraphExecGroup, or whose own checkpoint takes default devices."""

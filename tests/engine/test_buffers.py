@@ -83,28 +83,12 @@ class Replaced(torch.nn.Module):
         return output
 
 
-class Registered(torch.nn.Module):
-    """A count that is None at first, and one that is registered by the first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", None)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.count = torch.ones(()) if self.count is None else self.count + 1
-        if "own" not in self._buffers:
-            self.register_buffer("own", torch.zeros(()))
-        self.own += 1
-        return hidden / (self.count * self.own)  # less and less: more and more would overflow
-
-
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "batch norm": Statistics,
     "spectral norm": lambda: spectral_norm(torch.nn.Linear(WIDTH, WIDTH)),
     "old spectral norm": lambda: torch.nn.utils.spectral_norm(torch.nn.Linear(WIDTH, WIDTH)),
     "router": Router,
     "delayed scaling": Replaced,
-    "registered later": Registered,
 }
 
 

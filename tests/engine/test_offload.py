@@ -493,9 +493,10 @@ def test_host_memory_that_cannot_be_pinned(device: Simulated, monkeypatch: pytes
             raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
         return pin(size)
 
-    with monkeypatch.context() as patch, pytest.raises(FastacError, match=PINNED) as raised:
+    with monkeypatch.context() as patch:
         patch.setattr(device, "host_memory", pin_two_blocks)
-        run()
+        with pytest.raises(FastacError, match=PINNED) as raised:
+            run()
     assert str(raised.value.__cause__).startswith("CUDA error: out of memory")
     if sys.version_info >= (3, 11):
         (note,) = raised.value.__notes__

@@ -200,7 +200,7 @@ def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Count
         ({"max_kv": "settings"}, 10),
         ({"key": "k", "layout": "bhsd", "max_kv": "settings"}, torch.tensor(3)),  # reading it would wait for the device
     ],
-    ids=["key", "second tensor", "max_kv", "max_kv that is a tensor"],
+    ids=str,
 )
 def test_number_of_keys(named: dict[str, str], settings: Any, counted: Counter[str]) -> None:
     made = function()
