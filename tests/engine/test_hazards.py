@@ -399,6 +399,19 @@ def test_checkpoint_of_the_block_s_own() -> None:
         model(**stack_inputs())
 
 
+def test_no_alarm_in_a_region_without_attention(caplog: pytest.LogCaptureFixture) -> None:
+    """A feed-forward that the user checkpoints, as well as blocks that attend."""
+    torch.manual_seed(0)
+    block, feed_forward = AttentionBlock(), torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Softmax(-1))
+
+    def run(policy: str) -> Tensors:
+        region = functools.partial(support.run_checkpointed, policy=policy)
+        return train_step(lambda video, text: region(feed_forward, region(block, video, text)), stack_inputs())
+
+    support.assert_alike(run)
+    assert not caplog.records
+
+
 def test_inference_tensors_inside_a_region(attention_executions: Counter[str]) -> None:
     """Attention under inference_mode inside a training region: such tensors have no version to compare."""
 

@@ -308,20 +308,3 @@ def test_block_that_keeps_what_it_made_is_freed(raises: bool, policy: str) -> No
     del block, output
     gc.collect()
     assert reference() is None
-
-
-@POLICIES
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_recomputed_tensors_go_one_by_one(retain_graph: bool, policy: str, watch: Watch) -> None:
-    seen: list[list[str]] = []
-
-    def function(hidden: torch.Tensor) -> torch.Tensor:
-        for name in ("first", "second", "third"):
-            hidden = watch(name, hidden * 2)
-            hidden.register_hook(lambda gradient: seen.append(watch.alive()))
-            hidden = hidden.sin()
-        return hidden
-
-    output = run_checkpointed(function, torch.randn(5, requires_grad=True), policy=policy)
-    output.sum().backward(retain_graph=retain_graph)
-    assert seen == [["first", "second"], ["first"], []]
