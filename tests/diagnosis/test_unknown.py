@@ -244,38 +244,6 @@ def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library
 # The way out
 
 
-BESIDE = (
-    *("attn_rope", "attn_qk_norm", "attn_gate", "attn_residual_add", "attn_out_proj", "post_attention_layernorm"),
-    *("attn_pool", "attn_modulate", "attention_scale_shift", "attn_dropout_add", "fused_attn_mlp"),
-    *(
-        "attn_rms",
-        "attn_ada_ln",
-        "attn_lora",
-        "attn_moe_experts",
-        "attn_swiglu",
-        "attn_concat",
-        "attn_window_partition",
-    ),
-)
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_ops_beside_attention(name: str, namespace: str) -> None:
-    train(sdpa, make_op(namespace, name))
-
-
-FUNCTIONS = (
-    *("FlashMLP", "FlashFFTConv", "AttentionPool", "AttnModulate", "AttnScaleShift", "FlashNorm", "AttentionToAll"),
-    *("AttnOutProj", "AttentionScores", "FlashCrossEntropyLoss", "AttnResidualAdd", "AttentionLayerNorm"),
-    *("FlashRoPE", "AttnRoPE", "FlashSwiGLU", "FlashMoE", "AttnLoRA", "AttnAdaLN", "AttentionConcat", "AttnLn"),
-)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_beside_attention(name: str) -> None:
-    train(sdpa, hidden(name))
-
-
 @pytest.mark.parametrize("what", ["op", "Function"])
 def test_a_name_that_says_attention_and_is_none(what: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
     """The message has the line that says so; once it is registered, the region trains."""
