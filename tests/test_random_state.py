@@ -402,18 +402,19 @@ def answer() -> Iterator[Callable[[str, str], str]]:
 
 PATHS = {
     "torch": (
-        *(f"first_use {name}" for name in fastac.__all__),
-        *(f"training {way}" for way in TRAINING if way != "diffusers"),
-        *("patch_checkpoint", "threads", "make_visible", "report", "verify", "errors", "plan"),
-        *("graph", "backends"),
+        *(f"first_use {name}" for name in ("checkpoint", "enable", "first_blocks", "plan")),
+        *(f"training {way}" for way in TRAINING if way not in ("compile", "diffusers")),
+        *("patch_checkpoint", "threads", "make_visible", "report", "verify", "errors", "plan", "graph", "backends"),
     ),
     "torch without numpy": ("training enable", "verify", "errors"),
-    "diffusers": ("training diffusers", "verify_diffusers", "plan_diffusers"),
 }
 MORE = {
-    "torch": ("compile_attention",),
+    "torch": (
+        *(f"first_use {name}" for name in fastac.__all__ if f"first_use {name}" not in PATHS["torch"]),
+        *("training compile", "compile_attention"),
+    ),
     "torch without numpy": ("patch_checkpoint", "training compile", "make_visible", "graph"),
-    "diffusers": ("plan_video", "bench"),
+    "diffusers": ("training diffusers", "verify_diffusers", "plan_diffusers", "plan_video", "bench"),
 }
 
 

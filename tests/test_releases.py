@@ -79,6 +79,7 @@ def test_on_a_torch_that_is_too_old() -> None:
     assert "needs torch 2.9 or newer; this is torch 2.8.0" in done.stdout
 
 
+@pytest.mark.slow
 def test_on_an_old_torch() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS, *CALLS], capture_output=True, text=True, check=True)
     for (call, feature), said in zip(CALLS.items(), done.stdout.splitlines(), strict=True):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.diagnosis.observed import MODES, changed_by, differences, regions, step
+from tests.diagnosis.observed import MODES, changed_by, differences, regions
 from tests.diagnosis.observed_ops import AT_TIMES, OTHER_PATH, changes_of_op
 from tests.soak.test_torch_data import torch_data
 
@@ -374,16 +374,10 @@ def test_regions_change_nothing(case: str) -> None:
     """The first region of a kind is watched, the second is not."""
     expected, found = [list(regions(CASES[case], inputs(), policy)) for policy in ("none", "attn_only")]
     assert [differences(*pair) for pair in zip(found, expected, strict=True)] == [[], []]
+    assert all("gradient 0" in one for one in expected if isinstance(one, dict) or pytest.fail(str(one)))
 
 
-def test_every_case_trains() -> None:
-    """A case that raises would be the same under any mode."""
-    steps = {case: step(function, inputs()) for case, function in CASES.items()}
-    raised = {case: found for case, found in steps.items() if isinstance(found, Exception)}
-    assert not raised
-    assert not [case for case, found in steps.items() if "gradient 0" not in dict(found)]
-
-
+@pytest.mark.slow
 def test_ops_of_torch() -> None:
     """Some of them; `make soak` takes all."""
     counts: Counter[str] = Counter()

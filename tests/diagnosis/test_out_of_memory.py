@@ -52,6 +52,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails() -> None:
     """Really, under a limit of the address space: in the model's own forward, and in a kernel of autograd's."""
     command = [sys.executable, "-c", textwrap.dedent(CHILD)]

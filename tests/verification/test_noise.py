@@ -22,7 +22,7 @@ from fastac.cli import measuring
 from fastac.verification import noise
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
-from tests.marks import NEEDS_COMPILED_MODELS
+from tests.marks import NEEDS_COMPILED_MODELS, slow
 from tests.support import AttentionBlock, cells_of, stack_inputs
 from tests.ways import recipes
 
@@ -136,7 +136,7 @@ def test_a_healthy_model_passes(name: str) -> None:
         assert cell.startswith(f"within the noise of {result.runs} runs (")
 
 
-@pytest.mark.parametrize("fault", ["3 % off, attention", "a dropout mask drawn anew", "a LoRA scale that was reset"])
+@pytest.mark.parametrize("fault", ["3 % off, attention", "a LoRA scale that was reset"])
 def test_a_fault_is_seen(fault: str) -> None:
     """The others, and many more of each, below."""
     verify_faulty(fault, "at random", seed=list(FAULTS).index(fault))
@@ -335,7 +335,7 @@ def test_without_a_deterministic_kernel_noise_is_measured(
 
 @pytest.mark.parametrize(
     ("share", "size", "trials"),
-    [*((*one, 6) for one in RARE_OR_LARGE), *(pytest.param(*one, 1000, marks=SOAK) for one in RARE_OR_LARGE)],
+    [(0.2, 1e-2, 6), (1.0, 0.1, 6), *(pytest.param(*one, 1000, marks=SOAK) for one in RARE_OR_LARGE)],
 )
 def test_noise_that_is_rare_or_large(share: float, size: float, trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few false alarms, and none in a few trials; what is wrong is always found."""
@@ -384,7 +384,7 @@ def test_a_reference_that_loses_results_is_no_proof() -> None:
 
 
 @NEEDS_COMPILED_MODELS
-@pytest.mark.parametrize("share", [1.0, 0.2])
+@pytest.mark.parametrize("share", [0.2, *slow(1.0)])
 def test_a_model_that_is_compiled_as_a_whole(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is noisy in a share of the calls."""
     calls = torch.Generator().manual_seed(0)

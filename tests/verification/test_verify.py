@@ -49,7 +49,6 @@ def test_what_is_as_promised(attention_executions: Counter[str]) -> None:
     [
         ("full", False, 4, 0, 0),
         (Policy("attn_only", min_kv=support.TEXT_TOKENS + 1), True, 2, 2, 2),
-        ({"blocks.0": "full", "*": "attn_only"}, False, 2, 2, 0),
         ({"blocks.0": "full", "*": "attn_only"}, True, 2, 2, 0),
     ],
     ids=str,
