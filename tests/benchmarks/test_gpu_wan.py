@@ -110,16 +110,6 @@ def test_how_long_a_gpu_ran_and_waited(common: Any) -> None:
     assert common.running_and_waiting([event(OUT, 1e6)]) == (0, 0)
 
 
-def test_the_cases(gpu_wan: Any) -> None:
-    """Those of the reported figures: their titles say how many tokens and blocks."""
-    assert [case.facts()["title"] for case in gpu_wan.CASES] == [
-        "Wan 2.1 1.3B, 10 of 30 blocks, 72,000 tokens, AdamW",
-        "Wan 2.1 14B, 40 of 40 blocks, 75,600 tokens, LoRA of rank 32, AdamW",
-        "Wan 2.1 1.3B, 30 of 30 blocks, 2,340 tokens, AdamW",
-        "Wan 2.1 1.3B, 5 of 30 blocks, compiled, 72,000 tokens, AdamW",
-    ]
-
-
 Run = Callable[..., dict[str, Any]]
 
 

@@ -88,7 +88,7 @@ def no_other_regions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Raising(support.AttentionStack):
-    def forward(self, error: BaseException) -> None:  # type: ignore[override]
+    def forward(self, error: BaseException) -> None:
         raise error
 
 
@@ -122,8 +122,8 @@ def test_the_next_policy_that_holds_less(policy: Any, way_out: str) -> None:
     sizes = {"inputs on cpu": of_inputs, "attention on cpu": row.saved_bytes, "Linear on cpu": row.linear_bytes}
     for kind, size in sizes.items():
         assert (f"{kind} {readable_bytes(size)}" in held) == bool(size)
-    total = {"inputs": of_inputs, "attention": of_inputs + row.saved_bytes}
-    assert line == way_out.format(**{kind: f"{readable_bytes(size)} of it" for kind, size in total.items()})
+    less = [f"{readable_bytes(size)} of it" for size in (of_inputs, of_inputs + row.saved_bytes)]
+    assert line == way_out.format(inputs=less[0], attention=less[1])
     del graph
     assert "fastac holds nothing now" in notes_of(MemoryError())
     assert not notes_of(RuntimeError("another"))

@@ -176,21 +176,12 @@ def test_attention_beside_the_blocks_is_told_apart(policy: Any) -> None:
     assert "of them outside of blocks" not in str(fastac.verify(diffuser(), **stack_inputs()))
 
 
-class Headed(Diffuser):
-    """Something trains behind its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.nn.Linear(support.WIDTH, 1)
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return self.head(super().forward(video, text))
-
-
 @pytest.mark.parametrize("blocks", [None, "blocks"])
 @pytest.mark.parametrize("frozen", [1, 2])
 def test_frozen_blocks_count_as_neither_saved_nor_recomputed(blocks: Any, frozen: int) -> None:
-    model = diffuser(Headed)
+    model, head = diffuser(), torch.nn.Linear(support.WIDTH, 1)
+    model.head = head  # trains behind the blocks
+    model.register_forward_hook(lambda module, args, output: head(output))
     model.blocks[:frozen].requires_grad_(False)
     fastac.enable(model, blocks=blocks)
     inputs = {name: tensor.detach() for name, tensor in stack_inputs().items()}
@@ -203,13 +194,12 @@ def test_frozen_blocks_count_as_neither_saved_nor_recomputed(blocks: Any, frozen
     assert "of them outside of blocks" not in cells
 
 
-class Counting(Diffuser):
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        with FlopCounterMode(display=False):
-            return super().forward(video, text)
-
-
 def test_a_call_that_a_mode_makes_again_is_counted_once() -> None:
+    class Counting(Diffuser):
+        def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            with FlopCounterMode(display=False):
+                return super().forward(*args, **kwargs)
+
     assert fastac.verify(diffuser(Counting), **stack_inputs()).reference_executions == (4, 0)
 
 
@@ -320,18 +310,16 @@ def test_the_model_is_left_as_it_was(options: dict[str, Any], before: str) -> No
         fastac.enable(model, Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
     train_step(model, inputs)
     report = str(fastac.report(model))
-    tensors = {**dict(model.named_parameters()), **inputs}
-    gradients = {name: tensor.grad for name, tensor in tensors.items()}
-    values = {name: (tensor.detach().clone(), tensor.grad.clone()) for name, tensor in tensors.items()}
+    held = [(t, t.detach().clone(), t.grad, t.grad.clone()) for t in support.leaves_of(model, inputs).values()]
     state, counter, generator = state_of(model), counting.counter.clone(), torch.get_rng_state()
     fastac.verify(model, **inputs, **options)
     assert state_of(model) == state
     assert torch.equal(counting.counter, counter)
     assert torch.equal(torch.get_rng_state(), generator)
-    for name, tensor in tensors.items():
-        assert tensor.grad is gradients[name]
-        assert torch.equal(tensor, values[name][0])
-        assert torch.equal(tensor.grad, values[name][1])
+    for tensor, value, gradient, of_gradient in held:
+        assert tensor.grad is gradient
+        assert torch.equal(tensor, value)
+        assert torch.equal(gradient, of_gradient)
     assert str(dataclasses.replace(fastac.report(model), recompute=None)) == report
     fastac.disable(model)
     assert model.gradient_checkpointing == (before == "torch")
@@ -402,15 +390,12 @@ def test_what_was_changed_since_enable(change: str, options: dict[str, Any]) -> 
 def test_hooks_stay_in_their_order(policy: Any) -> None:
     """The user's stand before and after those of `enable`."""
     model, inputs, handles = stack(), stack_inputs(), []
-
-    def register() -> None:
+    for is_enabled in (False, True):
+        if is_enabled:
+            fastac.enable(model, Policy(linear=("ffn.2",)), blocks="blocks")
         for module in (model, model.blocks[0].ffn[2]):
             handles.append(module.register_forward_hook(lambda *_: None))
             handles.append(module.register_forward_pre_hook(lambda *_: None))
-
-    register()
-    fastac.enable(model, Policy(linear=("ffn.2",)), blocks="blocks")
-    register()
     before = state_of(model)
     assert fastac.verify(model, policy=policy, **inputs).linear_saved == (0 if policy else 2)
     assert state_of(model) == before
