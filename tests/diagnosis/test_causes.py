@@ -273,18 +273,13 @@ def softmax_at_the_end(x: torch.Tensor) -> torch.Tensor:
     return (x @ x.transpose(-1, -2)).softmax(-1).argmax(-1) * x.mean(-1)
 
 
-class AfterProducts(torch.nn.Module):
+class AfterProducts(AttentionBlock):
     """Experts under a softmax gate, behind attention and linear attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = AttentionBlock()
-        self.norm, self.out, self.mixture = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16), Mixture()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.attention(x, x)
-        x = x + self.out(torch.bmm(x, torch.bmm(x.transpose(1, 2), x)))
-        return self.mixture(self.norm(x))
+    def forward(self, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x, x)
+        x = x + self.self_out(torch.bmm(x, torch.bmm(x.transpose(1, 2), x)))
+        return Mixture()(self.norms[0](x))
 
 
 def pooled(x: torch.Tensor) -> torch.Tensor:

@@ -30,19 +30,12 @@ class Block(torch.nn.Module):
         return hidden + (attended if self.more is None else attended + self.more(q, k, v)).transpose(1, 2).flatten(2)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, more: Any = None) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(more) for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+def model_of(more: Any = None) -> Any:
+    return torch.nn.Sequential(Block(more), Block(more))
 
 
-def verified(model: Model, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> fastac.Verification:
-    fastac.enable(model.to(device), "attn_only", blocks="blocks")
+def verified(model: Any, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> fastac.Verification:
+    fastac.enable(model.to(device), "attn_only", blocks=[*model])
     return fastac.verify(model, torch.randn(1, tokens, WIDTH, device=device), **options)
 
 
@@ -52,7 +45,7 @@ def verified(model: Model, tokens: int = TOKENS, device: str = "cpu", **options:
 )
 def test_a_hidden_kernel_stands_first(name: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     """In what verify prints, and in the report from then on; a warning, as it takes more than a fifth."""
-    model = Model(hidden(name) if name == "Fused" else make_op(*name.split("::")))
+    model = model_of(hidden(name) if name == "Fused" else make_op(*name.split("::")))
     with caplog.at_level(logging.WARNING, "fastac"):  # over few tokens it takes no longer than the ops around it
         verification = verified(model, tokens=1024, device=device)
     recompute = verification.recompute
@@ -76,8 +69,8 @@ def test_what_fastac_knows_is_not_warned_of(caplog: pytest.LogCaptureFixture) ->
     kernel = make_op("fastac_recompute_other", "fused")
     fastac.register(fastac.Row(namespace="fastac_recompute_other", name="fused", kind="other"))
     with caplog.at_level(logging.WARNING, "fastac"):
-        recompute = verified(Model(kernel)).recompute
-        plain = verified(Model()).recompute
+        recompute = verified(model_of(kernel)).recompute
+        plain = verified(model_of()).recompute
     assert recompute is not None
     assert recompute.marks["fastac_recompute_other::fused"] == "known"
     assert plain is not None
@@ -106,7 +99,7 @@ def test_only_attention_that_runs_again_is_listed(policy: Any, runs: int) -> Non
 def test_a_visible_function_that_the_tape_answers_is_not_listed() -> None:
     answered = hidden("Answered")
     fastac.make_visible(answered.__self__, layout="bhsd", dropout=None)
-    recompute = verified(Model(answered)).recompute
+    recompute = verified(model_of(answered)).recompute
     assert recompute is not None
     assert not {"Answered", "aten::scaled_dot_product_attention"} & recompute.marks.keys()
 
@@ -133,7 +126,7 @@ def test_what_hides_beside_a_saved_attention() -> None:
         with torch.profiler.record_function("layer::attention"):
             return Around.apply(q, k, v)
 
-    recompute = verified(Model(attend)).recompute
+    recompute = verified(model_of(attend)).recompute
     assert recompute is not None
     assert "layer::attention" not in recompute.marks
     assert recompute.marks["Around"] == "unknown"
