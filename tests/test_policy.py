@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -18,8 +17,6 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError, Policy
-from fastac.errors import did_you_mean
-from fastac.policy import NAMED, resolve
 from tests import support
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +45,8 @@ def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
     """Printed by its name, or by what differs from one."""
     assert str(policy) == printed
     written = eval(policy.as_code(), {"fastac": fastac})
-    others = [copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), Policy(**dataclasses.asdict(policy)), written]
-    for other in map(resolve, others):
+    written = Policy(written) if isinstance(written, str) else written
+    for other in (copy.deepcopy(policy), support.pickled(policy), Policy(**dataclasses.asdict(policy)), written):
         assert other == policy
         assert {policy: 1}[other] == 1
     with pytest.raises(AttributeError):
@@ -61,6 +58,9 @@ def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
     [
         ({"name": "some"}, r'(?=.*"attn_only")(?=.*min_kv)'),
         ({"name": "attention_only"}, r'Did you mean "attn_only"\?'),
+        ({"name": "Full"}, r'Did you mean "full"\?'),
+        ({"name": "long-attn-only"}, r'Did you mean "long_attn_only"\?'),
+        ({"name": "everything"}, r"^(?!.*Did you mean)"),
         ({"name": "long_attn_only", "min_kv": True}, "min_kv"),
         ({"name": ""}, "attn_only"),
         *(({"min_kv": wrong}, "min_kv") for wrong in (-1, "1024", True)),
@@ -83,22 +83,13 @@ def test_what_is_no_policy(arguments: dict[str, Any], message: str) -> None:
         Policy(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("attention_only", "attn_only"), ("Full", "full"), ("long-attn-only", "long_attn_only"), ("everything", None)],
-)
-def test_the_name_that_was_meant(name: str, meant: str | None) -> None:
-    assert did_you_mean(name, NAMED) == ("" if meant is None else f' Did you mean "{meant}"?')
-
-
 @pytest.mark.parametrize(("keys", "executions"), [(1023, 2), (1024, 1)])
-def test_long_attn_only_draws_the_line_at_1024_keys(keys: int, executions: int, attention_executions: Any) -> None:
+def test_long_attn_only_draws_the_line_at_1024_keys(keys: int, executions: int) -> None:
     def region(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query.sin(), key, key).sin()
+        return fastac.checkpoint(lambda q: F.scaled_dot_product_attention(q, key, key), query, policy="long_attn_only")
 
-    query, key = torch.randn(1, 1, 2, 4, requires_grad=True), torch.randn(1, 1, keys, 4)
-    fastac.checkpoint(region, query, key, policy="long_attn_only").sum().backward()
-    assert attention_executions == {support.CPU_ATTENTION: executions}
+    inputs = {"query": torch.randn(1, 1, 2, 4, requires_grad=True), "key": torch.randn(1, 1, keys, 4)}
+    assert support.executions_of(region, inputs) == executions
 
 
 @pytest.mark.parametrize(
@@ -124,35 +115,24 @@ def test_what_enable_does_not_take(wrong: Any, message: str) -> None:
         fastac.enable(support.stack(), wrong, blocks="blocks")
 
 
-def test_patterns_are_of_whole_names_and_a_last_one_may_have_nothing_left(attention_executions: Any) -> None:
-    model = support.stack(layers=11)
-    fastac.enable(
-        model, {"blocks.1": "full", "blocks.1?": "full", "blocks.*": "attn_only", "*": "full"}, blocks="blocks"
-    )
-    support.train_step(model, support.stack_inputs())
-    assert attention_executions == {support.CPU_ATTENTION: 22 + 2 * 2}
+def test_patterns_are_of_whole_names_and_a_last_one_may_have_nothing_left() -> None:
+    model, policies = support.stack(layers=11), dict.fromkeys(("blocks.1", "blocks.1?", "blocks.*", "*"), "full")
+    fastac.enable(model, policies | {"blocks.*": "attn_only"}, blocks="blocks")
+    assert support.executions_of(model, support.stack_inputs()) == 22 + 2 * 2
 
 
 @pytest.mark.parametrize("count", [0, 3, 11])
-def test_the_first_blocks_alone(count: int, attention_executions: Any) -> None:
+def test_the_first_blocks_alone(count: int) -> None:
     """By their order in the model, not by that of their names; all of them, or none."""
     model = support.stack(layers=11)
     policies = fastac.first_blocks(model, count, "full", blocks="blocks")
     assert policies == {f"blocks.{i}": "full" if i < count else "none" for i in range(11)}
     fastac.enable(model, policies, blocks="blocks")
     assert fastac.first_blocks(model, count, "full") == policies
-    support.train_step(model, support.stack_inputs())
-    assert attention_executions == {support.CPU_ATTENTION: 22 + 2 * count}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((12,), "there are 11"), ((-1,), "there are 11"), (("3",), "'3'"), ((3, "all"), "'all'")],
-    ids=str,
-)
-def test_first_blocks_that_there_are_not(arguments: Any, message: str) -> None:
-    with pytest.raises(FastacError, match=message):
-        fastac.first_blocks(support.stack(layers=11), *arguments, blocks="blocks")
+    assert support.executions_of(model, support.stack_inputs()) == 22 + 2 * count
+    for arguments, message in (((12,), "are 11"), ((-1,), "are 11"), (("3",), "'3'"), ((3, "all"), "'all'")):
+        with pytest.raises(FastacError, match=message):
+            fastac.first_blocks(model, *arguments, blocks="blocks")
 
 
 # FASTAC_DISABLE

@@ -20,10 +20,10 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,41 +164,36 @@ def first_use(name: str) -> None:
         getattr(fastac, name)
 
 
-def imports(name: str) -> None:
+def rich() -> None:
     with unmoved():
-        importlib.import_module(name)
+        importlib.import_module("rich.style")
 
 
-def enable() -> None:
-    trains(*stack(), lambda model: fastac.enable(model, blocks="blocks"))
+def blocks_of(model: Any, policy: Any = "attn_only") -> None:
+    fastac.enable(model, policy, blocks="blocks")
 
 
-def enable_diffusers() -> None:
-    trains(*wan(), lambda model: fastac.enable(model))
+def enabled_before(model: Any) -> None:
+    blocks_of(model)
+    fastac.disable(model)
 
 
-def enable_with_offload() -> None:
-    trains(*stack(), lambda model: fastac.enable(model, fastac.Policy("attn_only", offload=True), blocks="blocks"))
+DRAWING = functools.partial(stack, block=DrawingBlock)
+TRAINING: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "enable": (stack, blocks_of),
+    "a block that draws": (DRAWING, blocks_of),
+    "offload": (stack, lambda model: blocks_of(model, fastac.Policy("attn_only", offload=True))),
+    "disable": (stack, enabled_before),
+    "diffusers": (wan, lambda model: fastac.enable(model, fastac.first_blocks(model, 1, "attn_only"))),
+    "checkpoint": (stack, lambda model: setattr(model, "policy", "attn_only")),
+    "compile": (stack, lambda model: str(fastac.compile(model, blocks="blocks", backend="aot_eager"))),
+}
+"""A way to train -> what makes a model and its inputs, and what switches it on."""
 
 
-def enable_a_block_that_draws() -> None:
-    trains(*stack(block=DrawingBlock), lambda model: fastac.enable(model, blocks="blocks"))
-
-
-def disable() -> None:
-    def ours(model: Any) -> None:
-        fastac.enable(model, blocks="blocks")
-        fastac.disable(model)
-
-    trains(*stack(), ours)
-
-
-def first_blocks() -> None:
-    trains(*wan(), lambda model: fastac.enable(model, fastac.first_blocks(model, 1)))
-
-
-def checkpoint() -> None:
-    trains(*stack(), lambda model: setattr(model, "policy", "attn_only"))
+def training(*way: str) -> None:
+    make, ours = TRAINING[" ".join(way)]
+    trains(*make(), ours)
 
 
 def patch_checkpoint() -> None:
@@ -211,19 +206,14 @@ def threads() -> None:
     """First use and steps in another thread; and the backward alone."""
 
     def run(function: Callable[..., object], *args: Any) -> None:
-        thread = threading.Thread(target=function, args=args)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(function, *args).result()
 
     model, inputs = stack()
     with ends_in(after(lambda: train(copy.deepcopy(model), inputs, steps=3))):
         run(lambda: fastac.enable(model, blocks="blocks"))
         run(train, model, inputs)
         run(support.loss_of(model(**inputs)).backward)
-
-
-def compile_with(backend: str) -> None:
-    trains(*stack(), lambda model: str(fastac.compile(model, blocks="blocks", backend=backend)))
 
 
 def compile_attention() -> None:
@@ -237,51 +227,34 @@ def compile_attention() -> None:
 def make_visible() -> None:
     """And rows: of an op that is there, and of a library that is not."""
     with unmoved():
-
-        class Attention(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-                output, statistics = support.attention_math(q, k, v)
-                ctx.save_for_backward(q, k, v, output, statistics)
-                return output
-
-            @staticmethod
-            def backward(ctx: Any, grad: Any) -> Any:
-                return support.attention_math_backward(grad, *ctx.saved_tensors)
-
-        fastac.make_visible(Attention, layout="bhsd", dropout=None)
+        hidden = support.attention_function(support.define_attention_op("random_state_hidden"))
+        fastac.make_visible(hidden.__self__, layout="bhsd", dropout=None)
         attend = support.custom_attention("random_state")
         fastac.register(fastac.AttentionOp(backend="tests", namespace="absent", name="attention"))
-        for function in (Attention.apply, attend):
+        for function in (hidden, attend):
             inputs = support.attention_inputs(8, 8)
             fastac.checkpoint(function, *inputs.values()).sum().backward()
 
 
 def report() -> None:
     model, inputs = stack()
-    fastac.enable(model, blocks="blocks")
+    blocks_of(model)
     train(model, inputs)
     with unmoved():
         assert "4 of 4" in str(fastac.report(model))
 
 
 def verify() -> None:
-    model, inputs = stack(block=DrawingBlock)
+    model, inputs = DRAWING()
     with unmoved():
         found = fastac.verify(model, **inputs, blocks="blocks")
         assert found.different == (), found  # each run draws the same
-
-
-def verify_full() -> None:
-    model, inputs = stack()
     with unmoved():
         str(fastac.verify(model, **inputs, blocks="blocks", policy="full", reference="full"))
 
 
-def verify_diffusers() -> None:
+def verify_per_block() -> None:
     model, inputs = wan()
-    with unmoved():
-        str(fastac.verify(model, **inputs))
     with unmoved():
         str(fastac.verify(model, **inputs, per_block=True))
 
@@ -305,15 +278,10 @@ def plan() -> None:
         found = fastac.plan(model, inputs, blocks="blocks")
         assert "attn_only" in str(found)
     with unmoved():
+        str(fastac.plan(model, inputs, checkpointed=1, blocks="blocks"))
         found.within("1MB", offload=True)
         found.within(memory="1GB", host="1GB")
         found.as_json()
-
-
-def plan_diffusers() -> None:
-    model, inputs = wan()
-    with unmoved():
-        str(fastac.plan(model, inputs, checkpointed=1))
 
 
 def plan_video() -> None:
@@ -336,17 +304,10 @@ def bench() -> None:
     model, inputs = wan()
     with unmoved():
         from fastac.cli import measuring
-
-        workload = measuring.Workload(model, inputs)
-        str(measuring.bench(workload, "tiny Wan", rounds=1))
-        measuring.machine()
-
-
-def build() -> None:
-    with unmoved():
-        from fastac.cli import measuring
         from fastac.models import published
 
+        str(measuring.bench(measuring.Workload(model, inputs), "tiny Wan", rounds=1))
+        measuring.machine()
         configuration = published.load_configuration(WAN)
         config = {**configuration.config, **TINY[WAN].config}
         measuring.build(dataclasses.replace(configuration, config=config), configuration.default)
@@ -398,14 +359,14 @@ def serve() -> None:
 
 
 def problem_of(path: str) -> str:
-    name, *argument = path.split(" ")
+    name, *arguments = path.split(" ")
     random.seed(5)
     torch.manual_seed(5)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(5)
     try:
         assert "rich.style" not in sys.modules, "rich is here before fastac is used"
-        globals()[name](*argument)
+        globals()[name](*arguments)
     except BaseException:
         return traceback.format_exc()
     return ""
@@ -432,23 +393,29 @@ def answer() -> Iterator[Callable[[str, str], str]]:
         yield answered
 
 
-PATHS = [
-    *((path, "torch") for path in (f"first_use {name}" for name in fastac.__all__)),
-    *((path, server) for server in ("torch", "torch without numpy") for path in ("enable", "verify", "errors")),
-    *((path, "torch") for path in ("enable_with_offload", "disable", "checkpoint", "patch_checkpoint", "threads")),
-    *((path, "torch") for path in ("compile_with eager", "compile_with aot_eager", "make_visible", "report", "plan")),
-    *((path, "torch") for path in ("verify_full", "graph", "backends")),
-    *((path, "diffusers") for path in ("enable_diffusers", "verify_diffusers", "plan_diffusers")),
-]
-MORE = [
-    *((path, "diffusers") for path in ("first_blocks", "plan_video", "build", "bench")),
-    *((path, "torch without numpy") for path in ("checkpoint", "patch_checkpoint", "make_visible", "report", "graph")),
-    *((path, "torch without numpy") for path in ("compile_with eager", "compile_with aot_eager", "threads")),
-    ("compile_attention", "torch"),
-]
+PATHS = {
+    "torch": (
+        *(f"first_use {name}" for name in ("checkpoint", "enable", "first_blocks", "plan")),
+        *(f"training {way}" for way in TRAINING if way not in ("compile", "diffusers")),
+        *("patch_checkpoint", "threads", "make_visible", "report", "verify", "errors", "plan", "graph", "backends"),
+    ),
+    "torch without numpy": ("training enable", "verify", "errors"),
+}
+MORE = {
+    "torch": (
+        *(f"first_use {name}" for name in fastac.__all__ if f"first_use {name}" not in PATHS["torch"]),
+        *("training compile", "compile_attention"),
+    ),
+    "torch without numpy": ("patch_checkpoint", "training compile", "make_visible", "graph"),
+    "diffusers": ("training diffusers", "verify_per_block", "plan_video", "bench"),
+}
 
 
-@pytest.mark.parametrize(("path", "server"), [*PATHS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
+def cases(paths: dict[str, tuple[str, ...]], *marks: Any) -> list[Any]:
+    return [pytest.param(path, server, marks=marks) for server in paths for path in paths[server]]
+
+
+@pytest.mark.parametrize(("path", "server"), [*cases(PATHS), *cases(MORE, pytest.mark.slow)])
 def test_generators_stay(answer: Callable[[str, str], str], path: str, server: str) -> None:
     """Also while rich is imported, and where numpy is not there."""
     assert not (problem := answer(server, path)), problem
@@ -473,10 +440,6 @@ def test_every_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> Non
         assert drawn == expected
 
 
-def test_a_block_that_draws(answer: Callable[[str, str], str]) -> None:
-    assert not (problem := answer("torch", "enable_a_block_that_draws")), problem
-
-
 def test_the_import_of_rich_draws(answer: Callable[[str, str], str]) -> None:
     """Else the tests above show less than they say."""
-    assert "moved: random\n" in answer("torch", "imports rich.style")
+    assert "moved: random\n" in answer("torch", "rich")

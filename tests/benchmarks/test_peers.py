@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastac.verification.step import executed_attention
+from tests import support
 
 OUTCOMES = {
     ("fastac attn_only", "a kernel draws, dropout follows"): "exact",
@@ -37,18 +37,16 @@ def test_in_a_trap(way: str, trap: str, peers: Any) -> None:
     assert found == OUTCOMES[way, trap], error
 
 
-def test_kernels_are_those_that_ran(peers: Any) -> None:
-    """By allocations as by fastac's own count; and what torch's selective checkpointing answers is none."""
+def test_kernels_are_those_that_ran(peers: Any, attention_executions: Any) -> None:
+    """As the kernel itself counts; and what torch's selective checkpointing answers is none."""
     kernels = {}
     for way in ("torch full", "torch SAC, FastVideo's list", "fastac attn_only"):
         step = peers.Step(tiny(peers), peers.WAYS[way])
         for _ in range(3):
             step.step()
-        kernels[way] = peers.executed(step)
-    with executed_attention() as ran:
-        step.step()
-    assert list(kernels.values()) == [4, 2, 2]
-    assert ran.total() == 2
+        attention_executions.clear()
+        kernels[way] = peers.executed(step), attention_executions[support.CPU_ATTENTION]
+    assert list(kernels.values()) == [(4, 4), (2, 2), (2, 2)]
 
 
 def test_a_peer_that_is_missing_has_a_row(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +19,10 @@ import torch.nn.functional as F
 import fastac
 from fastac import FastacError
 from fastac.cli import measuring
-from fastac.engine import torch_private
-from fastac.engine.ranks import Group
 from fastac.verification import noise
-from fastac.verification.ranks import ComparedSteps
-from fastac.verification.step import Step
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
-from tests.marks import NEEDS_COMPILED_MODELS
+from tests.marks import NEEDS_COMPILED_MODELS, slow
 from tests.support import AttentionBlock, cells_of, stack_inputs
 from tests.ways import recipes
 
@@ -82,37 +77,25 @@ def rounding(rule: Rounding, seed: int = 0) -> Iterator[None]:
 # Faults: what a recompute does otherwise than the forward
 
 
-Change = Callable[[Any, torch.Tensor, bool], torch.Tensor]
-"""Of a module's output. Its last argument: whether the block is run again."""
-
-
-def three_percent(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
-    return output * 1.03 if again else output
-
-
-def without_bias(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
-    return output - module.bias * again
-
-
 def other_mask(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
     kept = torch.rand(output.shape, generator=MASKS if again else torch.Generator().manual_seed(0)) > 0.1
     return output * kept / 0.9
 
 
-def half(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
-    return output / 2 if again else output
-
-
 MASKS = torch.Generator()
 
-FAULTS: dict[str, tuple[str, Change]] = {
-    "3 % off, feed-forward": ("ffn.net.0", three_percent),
-    "3 % off, attention": ("attn1.to_v", three_percent),
-    "a dropped term": ("ffn.net.0.proj", without_bias),
+FAULTS: dict[str, tuple[str, Callable[[Any, torch.Tensor, bool], torch.Tensor]]] = {
+    "3 % off, feed-forward": ("ffn.net.0", lambda module, output, again: output * (1.03 if again else 1)),
+    "3 % off, attention": ("attn1.to_v", lambda module, output, again: output * (1.03 if again else 1)),
+    "a dropped term": ("ffn.net.0.proj", lambda module, output, again: output - module.bias * again),
     "a dropout mask drawn anew": ("ffn.net.0", other_mask),
-    "a LoRA scale that was reset": ("attn1.to_v.lora_B.default", half),
+    "a LoRA scale that was reset": ("attn1.to_v.lora_B.default", lambda module, output, again: output / (1 + again)),
 }
-"""Name -> a module of a block, and what becomes of its output. The last one's is multiplied by the scale."""
+"""Name -> a module of a block, and what becomes of its output; again: in a recompute."""
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def wan(fault: str = "", block: int = 0) -> tuple[Any, dict[str, Any]]:
@@ -122,7 +105,7 @@ def wan(fault: str = "", block: int = 0) -> tuple[Any, dict[str, Any]]:
     if fault:
         name, change = FAULTS[fault]
         model.blocks[block].get_submodule(name).register_forward_hook(
-            lambda module, args, output: change(module, output, torch_private.in_backward())
+            lambda module, args, output: change(module, output, in_backward())
         )
     fastac.enable(model, determinism_check="none")  # else the engine finds what is far off
     return model, inputs
@@ -147,13 +130,13 @@ def test_a_healthy_model_passes(name: str) -> None:
     noisy = [result for result in results if result.different]
     assert noisy, "else the kernel is not noisy"
     for result in noisy:
-        assert 4 <= result.runs <= noise.MOST
+        assert 4 <= result.runs <= 12
         assert 0 < result.noise < 0.1
         cell = cells_of(str(result))["outputs and gradients"][-1]
         assert cell.startswith(f"within the noise of {result.runs} runs (")
 
 
-@pytest.mark.parametrize("fault", ["3 % off, attention", "a dropout mask drawn anew", "a LoRA scale that was reset"])
+@pytest.mark.parametrize("fault", ["3 % off, attention", "a LoRA scale that was reset"])
 def test_a_fault_is_seen(fault: str) -> None:
     """The others, and many more of each, below."""
     verify_faulty(fault, "at random", seed=list(FAULTS).index(fault))
@@ -175,10 +158,14 @@ def test_a_thousand_verifications(name: str) -> None:
 
 
 class Kernel(torch.autograd.Function):
-    """Its backward rounds at random, unless torch is asked for deterministic algorithms. refuses: it has none."""
+    """Its backward rounds at random, unless torch is asked for deterministic algorithms. refuses: it has none.
+
+    share: of the calls that round, by how much: size.
+    """
 
     generator = torch.Generator()
     refuses, error = "", RuntimeError
+    share, size = 1.0, 1e-6
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -187,7 +174,8 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         if torch.get_deterministic_debug_mode() < 2:
-            return gradient * (1 + 1e-6 * torch.rand(gradient.shape, generator=Kernel.generator))
+            is_hit = torch.rand((), generator=Kernel.generator) < Kernel.share
+            return gradient * (1 + Kernel.size * is_hit * torch.rand(gradient.shape, generator=Kernel.generator))
         if Kernel.refuses:
             raise Kernel.error(Kernel.refuses)
         return gradient.clone()
@@ -203,8 +191,8 @@ class Block(AttentionBlock):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         gain = 1.0
-        if not torch_private.in_backward():
-            self.was_observed = torch_private.in_dispatch_mode()
+        if not in_backward():
+            self.was_observed = torch._C._len_torch_dispatch_stack() > 0
         elif self.of in ("", "first" if self.was_observed else "later"):
             gain = self.other_gain
         video = Kernel.apply(video) if self.is_noisy else video
@@ -239,9 +227,15 @@ def modes() -> tuple[Any, ...]:
     return torch.get_deterministic_debug_mode(), fill, of_compiler
 
 
-@pytest.mark.parametrize(("way", "mode"), [*((way, "default") for way in WAYS), ("attn_only", "warn")])
-def test_deterministic_kernels_are_compared_bitwise(way: str, mode: str) -> None:
-    """Afterwards torch's switches are the user's, also when a fault was found."""
+@pytest.mark.parametrize(
+    ("way", "mode", "size"),
+    [*((way, "default", 1e-6) for way in WAYS), ("attn_only", "warn", 1e-6), ("attn_only", "default", 0.5)],
+)
+def test_deterministic_kernels_are_compared_bitwise(
+    way: str, mode: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large the noise is. Afterwards torch's switches are the user's, also when a fault was found."""
+    monkeypatch.setattr(Kernel, "size", size)
     torch.set_deterministic_debug_mode(mode)
     before = modes()
     try:
@@ -275,14 +269,13 @@ def test_a_fault_of_the_first_or_of_later_steps_is_seen(
         verify_blocks(other_gain=1.03, of=of, **WAYS[way])
 
 
-@pytest.mark.parametrize("number", range(2))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "number"), [*((way, 0) for way in WAYS), ("attn_only", 1), ("per block", 1)])
 def test_a_fault_of_a_single_run(way: str, number: int) -> None:
     """As of a race: of the first run of the policy, or of the second."""
     model, recomputed = diffuser(), itertools.count()
 
     def change(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * 1.5 if torch_private.in_backward() and next(recomputed) == number else output
+        return output * 1.5 if in_backward() and next(recomputed) == number else output
 
     model.blocks[0].ffn[1].register_forward_hook(change)
     fastac.enable(model, determinism_check="none")
@@ -295,7 +288,7 @@ def test_a_fault_of_kernels_that_are_not_deterministic() -> None:
     model = noisy()
 
     def change(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        is_other = torch_private.in_backward() and not torch.are_deterministic_algorithms_enabled()
+        is_other = in_backward() and not torch.are_deterministic_algorithms_enabled()
         return output * 1.5 if is_other else output
 
     for block in model.blocks:
@@ -305,6 +298,8 @@ def test_a_fault_of_kernels_that_are_not_deterministic() -> None:
         fastac.verify(model, **stack_inputs())
 
 
+SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
+RARE_OR_LARGE = ((0.02, 1e-6), (0.2, 1e-2), (0.5, 1e-6), (1.0, 0.1))
 CUBLAS = (
     "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but this "
     "operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior "
@@ -313,16 +308,19 @@ CUBLAS = (
 )
 
 
+MISSING = "kernel_cuda does not have a deterministic implementation"
+
+
 @pytest.mark.parametrize(
-    ("refuses", "remark"),
+    ("way", "refuses", "remark"),
     [
-        ("kernel_cuda does not have a deterministic implementation, but you set ...", "kernel_cuda does not have a"),
-        (CUBLAS, "start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"),
-        ("No available kernel. Aborting execution.", "No available kernel"),
+        ("attn_only", f"{MISSING}, but you set ...", f"No deterministic kernels: {MISSING}"),
+        ("per block", f"{MISSING}, but you set ...", f"No deterministic kernels: {MISSING}"),
+        ("offload", CUBLAS, "start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        ("full", "No available kernel. Aborting execution.", "No available kernel"),  # SDPA with cuDNN alone
     ],
-    ids=["op", "cuBLAS", "SDPA with cuDNN alone"],
+    ids=str,
 )
-@pytest.mark.parametrize("way", WAYS)
 def test_without_a_deterministic_kernel_noise_is_measured(
     way: str, refuses: str, remark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +331,27 @@ def test_without_a_deterministic_kernel_noise_is_measured(
     assert 0 < result.noise < 1e-5
     assert f"within the noise of {result.runs} runs (" in cells_of(str(result))["outputs and gradients"][-1]
     assert remark in str(result).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "trials"),
+    [(0.2, 1e-2, 6), (1.0, 0.1, 6), *(pytest.param(*one, 1000, marks=SOAK) for one in RARE_OR_LARGE)],
+)
+def test_noise_that_is_rare_or_large(share: float, size: float, trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few false alarms, and none in a few trials; what is wrong is always found."""
+    for name, value in {"refuses": MISSING, "share": share, "size": size}.items():
+        monkeypatch.setattr(Kernel, name, value)
+    alarms = 0
+    for seed in range(trials):
+        Kernel.generator.manual_seed(seed)
+        try:
+            verify_blocks()
+        except FastacError:
+            alarms += 1
+        if seed % 5 == 0:
+            with pytest.raises(FastacError, match="outputs and gradients differ"):
+                verify_blocks(other_gain=2.0)
+    assert alarms <= trials // 300
 
 
 def test_an_error_of_fastac_is_no_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +374,7 @@ def test_a_reference_that_loses_results_is_no_proof() -> None:
 
     class Loses(AttentionBlock):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            if not torch_private.in_backward():
+            if not in_backward():
                 number = next(runs)
                 video.register_hook(lambda gradient: gradient * (math.nan if number == 5 else 1 + number * 1e-6))
             return super().forward(video, text)
@@ -365,7 +384,7 @@ def test_a_reference_that_loses_results_is_no_proof() -> None:
 
 
 @NEEDS_COMPILED_MODELS
-@pytest.mark.parametrize("share", [1.0, 0.2])
+@pytest.mark.parametrize("share", [0.2, *slow(1.0)])
 def test_a_model_that_is_compiled_as_a_whole(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is noisy in a share of the calls."""
     calls = torch.Generator().manual_seed(0)
@@ -435,8 +454,10 @@ def test_distances(first: torch.Tensor, second: torch.Tensor, distance: float) -
 # fastac bench
 
 
-@pytest.mark.parametrize("refuses", ["", "it does not have a deterministic implementation"])
-def test_bench_has_the_same_rule(refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("refuses", "share"), [("", 1.0), (MISSING, 1.0), (MISSING, 0.2)])
+def test_bench_has_the_same_rule(refuses: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where noise is rare, and did not hit the runs of the reference."""
+
     def enabling(other_gain: float) -> Callable[[Any], None]:
         def enable(switch: Any) -> None:
             for block in switch.workload.model.blocks:
@@ -445,85 +466,15 @@ def test_bench_has_the_same_rule(refuses: str, monkeypatch: pytest.MonkeyPatch) 
 
         return enable
 
-    ways = {"none": measuring.VARIANTS["none"], "attn_only": enabling(1.0), "wrong": enabling(1.03)}
+    gains = {"attn_only": 1.0, "wrong": 1.03, "later": 1.0}
+    ways = {"none": measuring.VARIANTS["none"], **{name: enabling(gain) for name, gain in gains.items()}}
     monkeypatch.setattr(Kernel, "refuses", refuses)
+    monkeypatch.setattr(Kernel, "share", share)
     monkeypatch.setattr(measuring, "VARIANTS", ways)
+    Kernel.generator.manual_seed(0)
     measured = measuring.bench(measuring.Workload(noisy(), stack_inputs()), "blocks", rounds=1)
     cells = {name: row[-1] for name, row in cells_of(str(measured)).items()}
-    equal = f"within the noise of {noise.MOST} runs" if refuses else "bitwise, deterministic kernels"
-    assert cells["none"] == cells["attn_only"] == equal
+    equal = r"bitwise|within the noise of \d+ runs" if refuses else "bitwise, deterministic kernels"
+    assert all(re.fullmatch(equal, cells[name]) for name in ("none", "attn_only", "later"))
     assert re.fullmatch(r"\d+ of \d+ differ, by up to 0.0[1-5]\d* of their norm", cells["wrong"])
     assert ("runs of none differ by up to" in str(measured)) == bool(refuses)
-
-
-# Steps that are made up
-
-
-class Results:
-    """Steps of a model with noise in a share of them. A gradient that cancels is nothing but noise.
-
-    gain: by which gradients are wrong. has_deterministic: without noise where torch is asked for that.
-    """
-
-    gain, has_deterministic = 1.0, False
-
-    def __init__(self, share: float, size: float, seed: int) -> None:
-        self.share, self.size, self.generator = share, size, torch.Generator().manual_seed(seed)
-
-    def switch(self, way: str) -> None:
-        self.gain = 2.0 if way == "wrong" else 1.0
-
-    def step(self, is_counted: bool = True) -> Step:
-        is_hit = torch.rand((), generator=self.generator) < self.share
-        is_hit &= not (self.has_deterministic and torch.are_deterministic_algorithms_enabled())
-        noise = is_hit * torch.randn(64, generator=self.generator)
-        gradient = self.gain * torch.ones(64) * (1 + self.size * noise)
-        return Step({"first": gradient, "second": 2 * gradient, "of a bias": 1e-9 * noise}, (1, 1), [], set())
-
-
-def alarms(share: float, size: float, trials: int) -> tuple[int, int]:
-    """How often verify and bench find something broken. In bench a way that is wrong comes first."""
-    by_verify = by_bench = 0
-    for seed in range(trials):
-        results = Results(share, size, seed)
-        compared = ComparedSteps(Group(), results.step, results.step, lambda: None, with_buffers=True)
-        by_verify += bool(compared.runs.broken())
-        reference = measuring._Reference.__new__(measuring._Reference)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measuring._Reference, "_step", results.step)
-            ways: Any = SimpleNamespace(workload=None, to=results.switch)
-            reference.__init__("none", ways)  # type: ignore[misc]
-            results.switch("wrong")
-            assert reference.compare("wrong")["broken"]
-            results.switch("full")
-            by_bench += bool(reference.compare("full")["broken"])
-    return by_verify, by_bench
-
-
-@pytest.mark.parametrize(("share", "size"), [(0.05, 1e-6), (0.2, 1e-2), (0.5, 1e-6), (0.8, 1e-6), (1.0, 0.1)])
-def test_noise_that_is_rare_or_large(share: float, size: float) -> None:
-    assert alarms(share, size, trials=100) == (0, 0)
-
-
-@pytest.mark.parametrize("gain", [1.0, 1.03])
-def test_large_noise_that_deterministic_kernels_do_not_have(gain: float) -> None:
-    """It hides nothing."""
-    results = Results(1.0, 0.5, seed=0)
-    results.has_deterministic = True
-
-    def policy_step(is_counted: bool) -> Step:
-        results.gain = gain
-        try:
-            return results.step()
-        finally:
-            results.gain = 1.0
-
-    compared = ComparedSteps(Group(), results.step, policy_step, lambda: None, with_buffers=True)
-    assert compared.is_deterministic
-    assert bool(compared.runs.broken()) == (gain != 1)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8])
-def test_noise_that_is_rare_thousands_of_times(share: float) -> None:
-    assert max(alarms(share, 1e-6, trials=5000)) <= 5

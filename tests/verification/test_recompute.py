@@ -11,16 +11,11 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import Policy
-from fastac.verification.recompute import MOST_UNKNOWN
 from tests import support
 from tests.diagnosis.test_hidden_functions import hidden
 from tests.diagnosis.test_unknown import make_op
 
 TOKENS, WIDTH = 256, 32
-
-
-fused = hidden("Fused")
-"""An attention by a neutral name."""
 
 
 class Block(torch.nn.Module):
@@ -35,41 +30,36 @@ class Block(torch.nn.Module):
         return hidden + (attended if self.more is None else attended + self.more(q, k, v)).transpose(1, 2).flatten(2)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, more: Any = None) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(more) for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+def model_of(more: Any = None) -> Any:
+    return torch.nn.Sequential(Block(more), Block(more))
 
 
-def verified(model: Model, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> fastac.Verification:
-    fastac.enable(model.to(device), "attn_only", blocks="blocks")
+def verified(model: Any, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> fastac.Verification:
+    fastac.enable(model.to(device), "attn_only", blocks=[*model])
     return fastac.verify(model, torch.randn(1, tokens, WIDTH, device=device), **options)
 
 
-@pytest.mark.parametrize("what", ["op", "Function"])
-def test_a_hidden_kernel_stands_first(what: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("fastac_recompute::fused", "cpu"), ("Fused", "cpu"), pytest.param("Fused", "cuda", marks=pytest.mark.gpu)],
+)
+def test_a_hidden_kernel_stands_first(name: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     """In what verify prints, and in the report from then on; a warning, as it takes more than a fifth."""
-    name, kernel = (
-        ("fastac_recompute::fused", make_op("fastac_recompute", "fused")) if what == "op" else ("Fused", fused)
-    )
-    model = Model(kernel)
-    with caplog.at_level(logging.WARNING, "fastac"):
-        verification = verified(model, tokens=1024)  # a kernel over few takes no longer than the ops around it
+    model = model_of(hidden(name) if name == "Fused" else make_op(*name.split("::")))
+    with caplog.at_level(logging.WARNING, "fastac"):  # over few tokens it takes no longer than the ops around it
+        verification = verified(model, tokens=1024, device=device)
     recompute = verification.recompute
     assert recompute is not None
+    assert recompute.on_device == (device == "cuda")
     first, *others = recompute.shares().items()
     assert first[0] == name
-    assert first[1] > MOST_UNKNOWN
     assert recompute.marks[name] == "unknown"
     assert recompute.marks["aten::linear"] == "known"
     assert sum(share for _, share in others) + first[1] == pytest.approx(1)
-    (line,) = (line for line in caplog.messages if "of recompute" in line)
-    assert name in line
+    if device == "cpu":  # a GPU may take longer to launch other kernels
+        assert first[1] > 0.2
+        (line,) = (line for line in caplog.messages if "of recompute" in line)
+        assert name in line
     assert str(recompute) in str(verification)
     assert str(recompute) in str(fastac.report(model))
 
@@ -80,8 +70,8 @@ def test_what_fastac_knows_is_not_warned_of(caplog: pytest.LogCaptureFixture) ->
     kernel = make_op("fastac_recompute_other", "fused")
     fastac.register(fastac.Row(namespace="fastac_recompute_other", name="fused", kind="other"))
     with caplog.at_level(logging.WARNING, "fastac"):
-        recompute = verified(Model(kernel)).recompute
-        plain = verified(Model()).recompute
+        recompute = verified(model_of(kernel)).recompute
+        plain = verified(model_of()).recompute
     assert recompute is not None
     assert recompute.marks["fastac_recompute_other::fused"] == "known"
     assert plain is not None
@@ -108,24 +98,11 @@ def test_only_attention_that_runs_again_is_listed(policy: Any, runs: int) -> Non
 
 
 def test_a_visible_function_that_the_tape_answers_is_not_listed() -> None:
-    fastac.make_visible(Answered, layout="bhsd", dropout=None)
-    recompute = verified(Model(Answered.apply)).recompute
+    answered = hidden("Answered")
+    fastac.make_visible(answered.__self__, layout="bhsd", dropout=None)
+    recompute = verified(model_of(answered)).recompute
     assert recompute is not None
     assert not {"Answered", "aten::scaled_dot_product_attention"} & recompute.marks.keys()
-
-
-class Answered(torch.autograd.Function):
-    """A known attention, whose kernel no op shows."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        output, statistics = support.attention_math(q, k, v)
-        ctx.save_for_backward(q, k, v, output, statistics)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return support.attention_math_backward(grad, *ctx.saved_tensors)
 
 
 class Around(torch.autograd.Function):
@@ -150,16 +127,7 @@ def test_what_hides_beside_a_saved_attention() -> None:
         with torch.profiler.record_function("layer::attention"):
             return Around.apply(q, k, v)
 
-    recompute = verified(Model(attend)).recompute
+    recompute = verified(model_of(attend)).recompute
     assert recompute is not None
     assert "layer::attention" not in recompute.marks
     assert recompute.marks["Around"] == "unknown"
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_by_device_time(device: str) -> None:
-    recompute = verified(Model(fused), tokens=1024, device=device).recompute
-    assert recompute is not None
-    assert recompute.on_device == (device == "cuda")
-    assert next(iter(recompute.shares())) == "Fused"
-    assert recompute.marks["Fused"] == "unknown"
