@@ -7,7 +7,7 @@ has one; so the refusal is taken out, and nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
