@@ -118,23 +118,26 @@ HIDDEN = {"post_grad_custom_pre_pass": [_forward_hidden, backward_apart]}
 
 
 @contextmanager
-def compiled() -> Iterator[None]:
-    """Inside, inductor compiles what surrounds flex_attention; the kernels themselves are plain math.
+def compiled(own_kernels: bool = False) -> Iterator[None]:
+    """Inside, inductor compiles what surrounds flex_attention; the kernels themselves are plain math, or its own.
 
     Their executions are counted in `support.executions[COMPILED_OP]`.
     """
+    compile_graph = torch_private.compile_graph
 
     def counted(part: torch.fx.GraphModule, inputs: Any) -> Any:
-        kernel = _in_math(part)
+        kernel = compile_graph(part, inputs) if own_kernels else _in_math(part)
 
         def run(given: list[Any]) -> Any:
             support.executions[COMPILED_OP] += 1
-            return kernel(*given)
+            return kernel(given) if own_kernels else kernel(*given)
 
         return run
 
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_pre_pass=backward_apart):
-        patch.setattr(flex, "_validate_device", lambda query, key, value: None)
-        patch.setattr(flex, "_vmap_for_bhqkv", _broadcast)
+    graph_pass = None if own_kernels else backward_apart
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_pre_pass=graph_pass):
         patch.setattr(torch_private, "compile_graph", counted)
+        if not own_kernels:
+            patch.setattr(flex, "_validate_device", lambda query, key, value: None)
+            patch.setattr(flex, "_vmap_for_bhqkv", _broadcast)
         yield

@@ -18,38 +18,14 @@ from tests.compiled.steps import (
     assert_exact_and_saved,
     broken,
     compile_whole,
-    frozen,
-    frozen_inputs,
     small,
     small_inputs,
     train,
 )
-from tests.compiler import compiled_so_far, reset, unfused
+from tests.compiler import compiled_so_far, reset
 from tests.hook.hosts import diffuser
 from tests.marks import NEEDS_COMPILED_MODELS, needs_diffusers
 from tests.support import assert_same, dropping_out, math_kernel, stack, stack_inputs, train_step, written_out
-
-
-@pytest.mark.parametrize(
-    ("backend", "dynamic"),
-    [("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)],
-)
-def test_the_first_step_is_exact(backend: str, dynamic: bool) -> None:
-    with unfused(backend):
-        assert_exact_and_saved(
-            lambda policy: compile_whole(small(policy), backend, dynamic),
-            small_inputs(tokens=24),
-            small_inputs(tokens=40),
-            calls=2,
-            same_graphs=dynamic,
-        )
-
-
-@pytest.mark.slow
-def test_frozen_inputs() -> None:
-    assert_exact_and_saved(
-        lambda policy: compile_whole(frozen(small(policy)), "inductor"), frozen_inputs(small_inputs()), calls=2
-    )
 
 
 @NEEDS_COMPILED_MODELS
