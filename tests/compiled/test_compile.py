@@ -147,15 +147,3 @@ def test_refused_with_the_model_as_it_was(options: dict[str, Any]) -> None:
     ):
         fastac.compile(built, blocks="blocks", **options)
     assert [(vars(module), module._compiled_call_impl) for module in built.modules()] == before
-
-
-@NEEDS_COMPILED_MODELS
-def test_verify_takes_a_model_that_is_compiled_as_a_whole() -> None:
-    """Of two attentions over 24 and 6 keys in each block, the policy saves one."""
-    built = model()
-    long_only = fastac.Policy("attn_only", min_kv=10)
-    fastac.enable(built, long_only, blocks="blocks")
-    built.compile(backend="aot_eager", fullgraph=True)
-    found = fastac.verify(built, policy=long_only, **stack_inputs())
-    assert (found.saved, found.recomputed, found.policy_executions) == (2, 2, (4, 2))
-    assert found.saved_bytes == sum(row.saved_bytes for row in fastac.report(built).rows) > 0

@@ -48,28 +48,25 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 # What is saved again
 
 
-@pytest.mark.parametrize("cse", [True, False])
-def test_the_second_partition_is_the_first(cse: bool) -> None:
-    """Whether or not common subexpressions are eliminated."""
+@pytest.mark.parametrize(
+    ("policy", "options", "attention"),
+    [
+        ("attn_only", {"budget": SMALL}, (2, 0)),
+        ("attn_only", {"budget": SMALL, "cse": False}, (2, 0)),
+        (Policy("attn_only", min_kv=6), {}, (2, 1)),  # 8 video tokens, 4 of text
+    ],
+    ids=["attn_only", "common subexpressions stay", "short attention is recomputed"],
+)
+def test_the_second_partition_is_the_first(policy: Any, options: dict[str, Any], attention: tuple[int, int]) -> None:
     model, args = small_stack()
-    first, second, gradients = round_trip(model, args, graph.partitioner("attn_only"), REPLAY, budget=SMALL, cse=cse)
+    first, second, gradients = round_trip(model, args, graph.partitioner(policy), REPLAY, **options)
     assert second.figures == first.figures
-    assert first.attention[0] > first.attention[1] == 0
-    assert same(gradients, gradients_of(model, model, args))
-
-
-def test_short_attention_is_recomputed_in_both() -> None:
-    model, args = small_stack()
-    policy = Policy("attn_only", min_kv=6)  # 8 video tokens, 4 of text
-    first, second, gradients = round_trip(model, args, graph.partitioner(policy), REPLAY)
-    assert first.attention == second.attention == (2, 1)
-    assert second.held_bytes == first.held_bytes
+    assert first.attention == attention
     assert same(gradients, gradients_of(model, model, args))
 
 
 def test_dropout_is_drawn_once() -> None:
-    model, args = small_stack(dropout=0.2)
-    first, second, _ = round_trip(model, args, graph.partitioner("attn_only"), REPLAY)
+    first, second, _ = round_trip(*small_stack(dropout=0.2), graph.partitioner("attn_only"), REPLAY)
     assert second.figures == first.figures
 
     def draws(node: Node) -> bool:

@@ -58,6 +58,9 @@ class Llama(torch.nn.Module):
         return self.out(norm(x))
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def eight_ranks() -> Iterator[None]:
     with fake_process_group():
@@ -74,13 +77,12 @@ def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Spli
 FIRST = {0.3: ((4, 0), (29, 28), 241_664), 1.0: ((4, 0), (29, 26), 702_464)}
 
 
-@pytest.mark.parametrize("budget", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", FIRST)
 def test_gathers_attention_and_saved_bytes_are_those_of_the_first_compile(budget: float) -> None:
     first, second = compiled_twice(True, budget, cse=budget < 1)
     assert second.figures == first.figures == FIRST[budget]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "cse", "gathers"), [(0.3, True, (29, 26)), (1.0, True, (29, 26)), (1.0, False, (55, 26))]
 )
