@@ -123,6 +123,7 @@ def test_what_is_held() -> None:
     assert held("attn_only") - held("full") == 2 * 4 * (TOKENS * support.WIDTH + statistics)
 
 
+@pytest.mark.slow
 @trains_here
 def test_compiled_by_torch_alone_in_eager_blocks() -> None:
     """Refused where inductor calls what it compiled through an op of its own, which may hold anything."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fastac import graph
-from tests.graph.partitioned import ShardedLinear, Split, fake_process_group, min_cut, round_trip
+from tests.graph.partitioned import ShardedLinear, Split, min_cut, round_trip
+from tests.graph.partitioned import eight_ranks as eight_ranks
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -58,13 +58,7 @@ class Llama(torch.nn.Module):
         return self.out(norm(x))
 
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def eight_ranks() -> Iterator[None]:
-    with fake_process_group():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("eight_ranks")]
 
 
 def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Split]:
