@@ -51,7 +51,6 @@ def test_calls_by_dynamo_and_aot_while_a_region_is_open(way: str, backend: str, 
             small_inputs(tokens=40),
             calls=2,
             looks=int(way == "blocks"),
-            same_graphs=True,
         )
 
 
