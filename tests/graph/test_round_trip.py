@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import Policy, PolicyNotAppliedError, graph
 from fastac.graph import saved_values, torch_private
+from tests import support
 from tests.compiler import fresh_compiler as fresh_compiler
 from tests.compiler import kernel_folder as kernel_folder
 from tests.compiler import unfused
@@ -32,7 +33,7 @@ from tests.graph.partitioned import (
     round_trip,
     small_stack,
 )
-from tests.support import CPU_ATTENTION, code_blocks
+from tests.support import CPU_ATTENTION, assert_same, code_blocks
 
 SMALL = 0.3
 """A memory budget with which min-cut recomputes much more."""
@@ -195,9 +196,7 @@ def test_the_code_of_the_guide_runs(attention_executions: Counter[str]) -> None:
     exec(compile(code_blocks(GUIDE, "python")[0], str(GUIDE), "exec"), names)
     assert attention_executions[CPU_ATTENTION] == 4
     model = names["model"]
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = support.gradients(dict(model.named_parameters()))
     model.zero_grad()
     names["Video"](model)(*names["args"]).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert (found[name] is None) == (parameter.grad is None)
-        assert parameter.grad is None or torch.equal(found[name], parameter.grad)
+    assert_same(found, support.gradients(dict(model.named_parameters())))
