@@ -64,3 +64,8 @@ def allocated(run: Callable[[], Any]) -> int:
         return allocated_bytes(run).held
     finally:
         gc.enable()
+
+
+def allocated_at_most(run: Callable[[], Any]) -> int:
+    """The most bytes that `run` allocates at one time, from the allocator's events."""
+    return allocated_bytes(run).peak

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.metadata
+import io
 import json
-import logging
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -14,11 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastac
-from fastac import FastacError, cli
-from fastac.backends import plugins
+from fastac import FastacError
 from tests import support
+from tests.distributed import ranks
+from tests.distributed.steps import Warnings
 from tests.engine.cases import assert_exact
 from tests.support import AttentionBlock
 
@@ -65,17 +68,27 @@ GOOD = {
             return AttentionOp(backend="more", namespace="attention_plugin", name=name)
 
         TWO = [row("second"), row("third")]
+        calls = []
 
         def rows():
+            calls.append("rows")
             fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))  # a plugin that uses fastac itself
             yield row("fourth")
+
+        def interrupted():
+            calls.append("interrupted")
+            if calls.count("interrupted") == 1:
+                raise KeyboardInterrupt
+            return [row("fifth")]
     """,
 }
 GOOD_ENTRY_POINTS = {
-    "a_module": "attention_plugin.fastac_rows",
-    "an_iterable": "attention_plugin.more_rows:TWO",
     "a_function": "attention_plugin.more_rows:rows",
+    "a_slow_function": "attention_plugin.more_rows:interrupted",
+    "an_iterable": "attention_plugin.more_rows:TWO",
+    "module": "attention_plugin.fastac_rows",
 }
+"""Loaded in the order of these names."""
 
 BROKEN = {
     "__init__.py": """
@@ -139,42 +152,53 @@ def is_registered(namespace: str, name: str) -> bool:
     return False
 
 
-@pytest.mark.usefixtures("rows_as_before", "functions_as_before")
-def test_installing_a_plugin_is_enough_and_a_broken_one_takes_no_other_down(
-    installed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Its ops and its Functions are saved. A broken one is named once in the log, and in the list of backends."""
-    monkeypatch.syspath_prepend(installed)
-    for name, value in {"_plugins": [], "_begun": False, "_done": False}.items():
-        monkeypatch.setattr(plugins, name, value)
-    with caplog.at_level(logging.ERROR, "fastac"):
-        plugins.prepare()
+def use_fastac() -> None:
+    fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
+
+
+def printed(*arguments: str) -> str:
+    """What `python -m fastac` prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr(sys, "argv", ["fastac", *arguments])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_module("fastac", run_name="__main__")
+    return output.getvalue()
+
+
+def use_plugins(folder: str) -> None:
+    """In a process that has not used fastac. A plugin is interrupted; the next use loads it and those that are left."""
+    sys.path.insert(0, folder)
+    with Warnings() as messages:
+        with pytest.raises(KeyboardInterrupt):
+            use_fastac()
+        use_fastac()
+        assert importlib.import_module("attention_plugin.more_rows").calls == ["rows", "interrupted", "interrupted"]
         kernel = importlib.import_module("attention_plugin.kernel")
         for attend in (kernel.attend, lambda *tensors: kernel.OpaqueAttention.apply(*tensors)):
             assert_exact(lambda attend=attend: AttentionBlock(attend=attend), support.executions)
             assert support.executions.total() == 4
     assert is_registered("fastac_tests", "of_a_plugin")
-    assert all(is_registered("attention_plugin", name) for name in ("second", "third", "fourth"))
+    assert all(is_registered("attention_plugin", name) for name in ("second", "third", "fourth", "fifth"))
     before = ("before_a_text", "before_a_function", "before_it_raises")
     assert not any(is_registered("broken_plugin", name) for name in before)
 
-    assert cli.main(["backends"]) == 0
-    table = capsys.readouterr().out
+    table, listed = printed("backends"), json.loads(printed("backends", "--json"))
     assert "fastac_tests::of_a_plugin" in table
-    assert cli.main(["backends", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    names = {one["name"] for one in listed["plugins"]}
-    assert {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS} <= names
+    assert {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS} <= {
+        one["name"] for one in listed["plugins"]
+    }
     assert set(listed["broken_plugins"]) == {f"{name} (broken-plugin 1.5)" for name in REASONS}
-    assert len(caplog.records) == len(REASONS)
+    assert len(messages) == len(REASONS)
     for name, (entry_point, reason) in REASONS.items():
-        (line,) = (line for line in caplog.messages if f"{name} (broken-plugin 1.5)" in line)
+        (line,) = (line for line in messages if f"{name} (broken-plugin 1.5)" in line)
         assert entry_point in line
         assert reason in line
         assert f"{name} (broken-plugin 1.5)" in table
+
+
+def test_installing_a_plugin_is_enough_and_a_broken_one_takes_no_other_down(installed: Path) -> None:
+    """Its ops and its Functions are saved. A broken one is named once in the log, and in the list of backends."""
+    ranks.results(ranks.outcomes(use_plugins, str(installed), world=1))
 
 
 def test_nothing_is_loaded_at_import_or_where_fastac_is_ruled_out(installed: Path) -> None:
@@ -192,26 +216,3 @@ def test_nothing_is_loaded_at_import_or_where_fastac_is_ruled_out(installed: Pat
         check=True,
     )
     assert ran.stdout == "[]\n"
-
-
-@pytest.mark.usefixtures("rows_as_before", "functions_as_before")
-def test_an_interrupted_load_goes_on(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a slow plugin: the next use of fastac loads it, and those that are left."""
-    monkeypatch.syspath_prepend(installed)
-    for name, value in {"_plugins": [], "_begun": False, "_done": False}.items():
-        monkeypatch.setattr(plugins, name, value)
-    read, asked = plugins._read, []
-
-    def interrupted(entry_point: importlib.metadata.EntryPoint) -> list[object]:
-        asked.append(entry_point.name)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return read(entry_point)
-
-    monkeypatch.setattr(plugins, "_read", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        plugins.prepare()
-    plugins.prepare()
-    assert {plugin.name for plugin in plugins.installed()} >= {*GOOD_ENTRY_POINTS, *REASONS}
-    assert len(asked) == len(plugins.installed()) + 1
-    assert is_registered("fastac_tests", "of_a_plugin")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastac
 from fastac import AttentionOp, FastacError, Policy, registry
 from fastac.registry import Flops
 from tests import support
-from tests.support import assert_same, train_step
+from tests.support import assert_region, assert_same, train_step
 
 QKV = "Tensor query, Tensor key, Tensor value"
 
@@ -34,14 +35,24 @@ def namespace() -> str:
 
 @pytest.fixture
 def define(namespace: str) -> Iterator[Define]:
-    """Define an op from its schema, such as "attend(Tensor query) -> Tensor"."""
+    """Define an op from its schema, such as "attend(Tensor query) -> Tensor". It draws when its fourth is a tensor."""
     library = torch.library.Library(namespace, "FRAGMENT")
 
     def defined(schema: str) -> torch._ops.OpOverload:
         library.define(schema)
-        name, _, overload = schema.partition("(")[0].partition(".")
+        qualified = schema.partition("(")[0]
+        name, _, overload = qualified.partition(".")
+
+        def kernel(query: torch.Tensor, *others: Any) -> torch.Tensor:
+            support.executions[name] += 1
+            return query * torch.rand(()) if isinstance(others[-1], torch.Tensor) and len(others) > 2 else query.clone()
+
+        for key in ("CPU", "NestedTensorCPU"):
+            library.impl(qualified, kernel, key)
+        library.impl(qualified, torch.library.fallthrough_kernel, "AutogradNestedTensor")
         return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
+    support.executions.clear()
     yield defined
     library._destroy()
 
@@ -71,6 +82,17 @@ def attend_through(op: Any) -> Callable[..., torch.Tensor]:
     return Attend.apply
 
 
+def run(op: Any, *others: Any, key: Any = None, policy: str | Policy = "attn_only") -> None:
+    """A step through a region that calls an op. others: its arguments behind query, key and value."""
+    query = torch.ones(1, 2, 2, 4, requires_grad=True)
+    key = query.detach() if key is None else key
+
+    def region(query: torch.Tensor) -> torch.Tensor:
+        return attend_through(op)(query.sin(), key, key, *others).sin()
+
+    fastac.checkpoint(region, query, policy=policy).sum().backward()
+
+
 # What is refused
 
 
@@ -85,8 +107,8 @@ def attend_through(op: Any) -> Callable[..., torch.Tensor]:
         (row(layout="bsd"), "layout 'bsd'"),
         (row(dropout=False), "dropout is False"),
         (row(flops=Flops(offsets=("cu_seqlens",))), "two arguments"),
-        (registry.Row(namespace="mine", name="choose", kind="chioce"), "kind 'chioce'"),
-        (registry.Row(namespace="mine", name="choose", kind="attention"), "kind 'attention'"),
+        (fastac.Row(namespace="mine", name="choose", kind="chioce"), "kind 'chioce'"),
+        (fastac.Row(namespace="mine", name="choose", kind="attention"), "kind 'attention'"),
         (row(flops=Flops(blocks=("query", "key"))), "coarse"),
     ],
     ids=str,
@@ -99,33 +121,24 @@ def test_a_row_that_is_not_well_formed(wrong: Any, message: str) -> None:
     fastac.register(fine)
 
 
-def test_a_row_that_is_registered_again() -> None:
+def test_a_row_that_is_registered_again(define: Define, namespace: str) -> None:
     """As by a notebook's cell that is run again. Another row for the op replaces it only if that is asked for."""
-    name = f"again_{uuid.uuid4().hex[:8]}"
-    fastac.register(row(name=name))
-    before = registry.rows()
-    fastac.register(row(name=name))
-    assert registry.rows() == before
-    other = row(name=name, layout="bhsd")
+    op = define(f"attend({QKV}) -> Tensor")
+    mine, other = row(namespace=namespace), row(namespace=namespace, layout="bhsd")
+    for _ in range(2):
+        fastac.register(mine)
+        assert row_of(op) is mine
     with pytest.raises(FastacError, match=r"another row.*layout='bshd'.*replace=True"):
         fastac.register(other)
-    assert registry.rows() == before
+    assert row_of(op) is mine
     fastac.register(other, replace=True)
-    assert [one for one in registry.rows() if one.name == name] == [other]
-
-
-def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: str) -> None:
-    op = define(f"attend({QKV}) -> Tensor")
-    fastac.register(row(namespace=namespace, layout="bshd"))
-    bound = registry.classify(op)
-    assert bound is not None
-    with pytest.raises(FastacError, match=r"layout of 'key' is 'bshd'.*\(2, 3\)"):
-        bound.keys([torch.ones(2, 3)] * 3, {})
+    assert row_of(op) is other
 
 
 @pytest.mark.parametrize(
     ("options", "given", "message"),
     [
+        ({}, {"key": torch.ones(2, 3)}, r"layout of 'key' is 'bshd'.*\(2, 3\)"),
         ({"key": "kv"}, {}, r"the layout of 'kv' is 'bshd', and it was called with a NoneType: None"),
         (
             {"max_kv": "lengths"},
@@ -134,26 +147,27 @@ def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: s
         ),
         ({}, {"key": torch.nested.nested_tensor([torch.ones(2, 2, 4)])}, "called with a strided nested tensor"),
     ],
-    ids=["no key", "a list for max_kv", "nested"],
+    ids=["fewer dimensions", "no key", "a list for max_kv", "nested"],
 )
 def test_arguments_that_are_not_what_the_row_says(
     options: dict[str, Any], given: dict[str, Any], message: str, define: Define, namespace: str
 ) -> None:
-    op = define(f"attend({QKV}, Tensor? kv=None, int[]? lengths=None, Tensor? rate=None) -> Tensor")
+    op = define(f"attend({QKV}, Tensor? kv=None, int[]? lengths=None) -> Tensor")
     fastac.register(row(namespace=namespace, **options))
-    bound = registry.classify(op)
-    assert bound is not None
-    tensors = {name: torch.ones(1, 2, 2, 4) for name in ("query", "key", "value")}
     with pytest.raises(FastacError, match=message):
-        bound.keys((), tensors | given)
+        run(op, None, given.get("lengths"), key=given.get("key"))
 
 
 def test_a_dropout_that_is_a_tensor_is_not_read(define: Define, namespace: str) -> None:
-    op = define(f"attend({QKV}, Tensor rate) -> Tensor")
+    """The kernel may draw. Dropout that follows it is that of no checkpointing."""
+    attend = attend_through(define(f"attend({QKV}, Tensor rate) -> Tensor"))
     fastac.register(row(namespace=namespace, dropout="rate"))
-    bound = registry.classify(op)
-    assert bound is not None
-    assert bound.draws((None, None, None, torch.zeros(2)), {})
+
+    def region(query: torch.Tensor) -> torch.Tensor:
+        key = query.detach()
+        return F.dropout(attend(query.sin(), key, key, torch.zeros(2)).sin())
+
+    assert_region(region, {"query": torch.ones(1, 2, 2, 4, requires_grad=True)}, support.executions)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +209,8 @@ def test_two_rows_that_claim_one_op(define: Define, namespace: str) -> None:
     with pytest.raises(FastacError, match=f"{namespace}::attend"):
         fastac.register(row(namespace="fastac_rows_.*"))
     fastac.register(row(namespace=f"{namespace}|more", name="later"))
-    later = define(f"later({QKV}) -> Tensor")
     with pytest.raises(FastacError, match="2 rows"):
-        registry.classify(later)
+        run(define(f"later({QKV}) -> Tensor"))
     fastac.register(row(name=f"another_{uuid.uuid4().hex[:8]}"))
     assert row_of(op) is not None
 
@@ -215,7 +228,7 @@ def test_which_op_a_row_claims(define: Define, namespace: str) -> None:
     fastac.register(mine)
     assert row_of(op) is row_of(scaled) is mine
     assert row_of(other) is None
-    for unlike in (torch.ops.aten.mm.default, torch.ops.higher_order.cond, torch.nn.functional.softmax):
+    for unlike in (torch.ops.aten.mm.default, torch.ops.higher_order.cond, F.softmax):
         assert row_of(unlike) is None
 
 
@@ -254,38 +267,25 @@ CALLS: dict[str, tuple[dict[str, Any], list[Any], int]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_keys_are_counted(call: str, by_name: bool, define: Define, namespace: str) -> None:
     options, (key, *rest), keys = CALLS[call]
-    op, runs = define(f"attend({QKV}, int? max_k=None) -> Tensor"), []
-
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, max_k: int | None = None) -> torch.Tensor:
-        runs.append(1)
-        return query.clone()
-
-    library = torch.library.Library(namespace, "IMPL")
-    library.impl("attend", kernel, "CPU")
+    op = define(f"attend({QKV}, int? max_k=None) -> Tensor")
     fastac.register(row(namespace=namespace, dropout=None, **options))
-    attend = attend_through(
-        (lambda q, k, v, *rest: op(q, key=k, value=v, **dict(zip(["max_k"], rest, strict=False)))) if by_name else op
-    )
+
+    def named(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        return op(query, key=key, value=value, **dict(zip(["max_k"], rest, strict=False)))
+
     for min_kv, executions in ((keys, 1), (keys + 1, 2)):
-        runs.clear()
-        query = torch.zeros(3, requires_grad=True)
-        region = functools.partial(fastac.checkpoint, lambda q: attend(q.sin(), key, key, *rest).sin())
-        region(query, policy=Policy("attn_only", min_kv=min_kv)).sum().backward()
-        assert len(runs) == executions
-    library._destroy()
+        support.executions.clear()
+        run(named if by_name else op, *rest, key=key, policy=Policy("attn_only", min_kv=min_kv))
+        assert support.executions.total() == executions
 
 
 @pytest.mark.parametrize("policy", ["attn_only", "long_attn_only"])
 def test_an_op_that_does_not_train_is_refused_with_its_note(policy: str, define: Define, namespace: str) -> None:
     """It may write, as SageAttention's do: refused where it is called, with the better reason."""
     op = define(f"attend({QKV}, Tensor(a!)? output=None) -> Tensor")
-    library = torch.library.Library(namespace, "IMPL")
-    library.impl("attend", lambda query, *_: query.clone(), "CPU")
     fastac.register(row(namespace=namespace, trains=False, note="for inference alone"))
-    q = torch.randn(1, 4, 2, 8, requires_grad=True)
     with pytest.raises(fastac.UnsupportedBackendError, match="for inference alone"):
-        fastac.checkpoint(attend_through(op), q, q, q, policy=policy)
-    library._destroy()
+        run(op, policy=policy)
 
 
 # Libraries
@@ -305,7 +305,7 @@ def test_a_library_that_is_loaded_between_two_regions(
     name = f"imported_{uuid.uuid4().hex[:8]}"
     fastac.register(row(namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None))
     inputs = support.attention_inputs(8, 8)
-    attend: list[Any] = [torch.nn.functional.scaled_dot_product_attention]
+    attend: list[Any] = [F.scaled_dot_product_attention]
 
     def region(query: Any, key: Any, value: Any) -> Any:
         return torch.tanh(attend[0](torch.tanh(query), key, value))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from fastac.registry import find_op
@@ -44,6 +45,13 @@ UNNAMED = {"_scaled_dot_product_attention_math_for_mps": ("out", "logsumexp")}
 
 ALIGNED = {"_efficient_attention_forward": 32, "_efficient_attention_backward": 32}
 """To what statistics are padded; those of a packed batch have one row per sequence then."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_kernels() -> Iterator[None]:
+    """For modules that import it."""
+    with registered():
+        yield
 
 
 @contextmanager

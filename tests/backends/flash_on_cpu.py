@@ -54,17 +54,20 @@ def flash_attn_2() -> ModuleType:
     return flash_attn_interface
 
 
+def copy_of(module: ModuleType, name: str, *changes: tuple[str, str]) -> ModuleType:
+    """A module once more, under another name. changes: of its source, a text and another for it."""
+    source = Path(str(module.__file__)).read_text()
+    for change in changes:
+        source = source.replace(*change)
+    copied = sys.modules[name] = ModuleType(name)  # torch asks for the module of a custom op
+    exec(compile(source, name, "exec"), vars(copied))
+    return copied
+
+
 def hub_build(namespace: str) -> ModuleType:
     """The same Python layer with its ops in a namespace of its own, as every build on the hub has one."""
-    from flash_attn import flash_attn_interface
-
-    source = Path(flash_attn_interface.__file__).read_text()
-    source = source.replace('"flash_attn::', f'"{namespace}::').replace(
-        "torch.ops.flash_attn.", f"torch.ops.{namespace}."
-    )
-    module = ModuleType(namespace)
-    sys.modules[namespace] = module  # torch asks for the module of a custom op
-    exec(compile(source, namespace, "exec"), module.__dict__)
+    names = ('"flash_attn::', f'"{namespace}::'), ("torch.ops.flash_attn.", f"torch.ops.{namespace}.")
+    module = copy_of(flash_attn_2(), namespace, *names)
     _register(namespace)
     return module
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from tests import support
+from tests.backends.parity import Case
 
 
 def run_on_cpu(op: Any, counts: bool = False) -> None:
@@ -40,8 +42,11 @@ def bias_of(blocks: torch.Tensor, block: tuple[int, int], counts: torch.Tensor) 
     return torch.zeros(()).masked_fill(~attend, -torch.inf)
 
 
-BLOCK = 64
-"""Tokens in a block of video sparse attention."""
+BLOCK, BLOCKS, TOP = 64, 3, 2
+"""Tokens in a block of video sparse attention. In the cases: blocks of queries and of keys, and how many attend."""
+
+TOKENS = BLOCKS * BLOCK
+case = functools.partial(Case, batch=1, queries=TOKENS, keys=TOKENS, dim=16)
 
 
 def _bias(blocks: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,27 +110,13 @@ def assert_parity(library: str, way: str, dim: int, device: str) -> None:
                 assert model.blocks[0]._fastac_state.transfers.host_bytes > 0
 
 
-@pytest.fixture(scope="module")
-def process_of() -> Iterator[Callable[[str], ranks.Pool]]:
-    """A process for a library. In this one diffusers and other tests would find a package without its CUDA part."""
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def process(library: str) -> ranks.Pool:
-            pool = ranks.Pool(world=1)
-            stack.callback(pool.close)
-            return pool
-
-        yield process
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("library", "way", "dim"), CASES)
-def test_parity(library: str, way: str, dim: int, device: str, process_of: Callable[[str], ranks.Pool]) -> None:
+def test_parity(library: str, way: str, dim: int, device: str) -> None:
     if device == "cuda":
         pytest.importorskip(MODULES[library], reason=f"not covered: no {library} here", exc_type=ImportError)
         assert_parity(library, way, dim, device)
     elif absent := groups.not_here([library], groups.REQUIRED):
         pytest.skip("\n".join(absent))
-    else:
-        ranks.results(process_of(library).call(assert_parity, (library, way, dim, device), ranks.PATIENCE))
+    else:  # in this process diffusers and other tests would find a package without its CUDA part
+        ranks.results(ranks.outcomes(assert_parity, library, way, dim, device, world=1))

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastac.backends import sdpa
 from fastac.registry import find_op, present_ops
 from tests import support
-from tests.backends import aten_on_cpu
+from tests.backends.aten_on_cpu import cpu_kernels as cpu_kernels
 from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
 from tests.support import assert_region
 
@@ -28,12 +28,6 @@ SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (
 DECOMPOSITION = "_safe_softmax"
 DROPOUT = object()
 """Stands for the dropout of a call, among the arguments of an op."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_kernels() -> Iterator[None]:
-    with aten_on_cpu.registered():
-        yield
 
 
 def case(op: str, *arguments: Any, by_tokens: bool = False, batched: bool = False, **options: Any) -> Case:

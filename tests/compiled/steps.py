@@ -69,18 +69,13 @@ def train(model: torch.nn.Module, *inputs: Mapping[str, Any], steps: int = 2) ->
 
 
 def assert_exact_and_saved(
-    build: Callable[[str], torch.nn.Module],
-    *inputs: Mapping[str, Any],
-    calls: int,
-    looks: int = 0,
-    same_graphs: bool = False,
+    build: Callable[[str], torch.nn.Module], *inputs: Mapping[str, Any], calls: int, looks: int = 0
 ) -> Steps:
     """Train build("none") and build("attn_only"), compiling each anew, and compare every step.
 
     Each step, the first included, must be bitwise the same and run each of the `calls` attention calls once. The first
     `looks` steps may run them twice: a compiled block class gets a second, eager look, whatever the size of its inputs.
-    Nothing may be compiled in the second round of steps or later. same_graphs: whether dynamo must make as many of
-    both.
+    Dynamo makes as many graphs of both, and none in the second round of steps or later.
     """
     reset()
     expected = train(build("none"), *inputs)
@@ -95,7 +90,7 @@ def assert_exact_and_saved(
     assert set(found.executions[looks:]) == {calls}
     assert set(found.executions[:looks]) <= {calls, 2 * calls, calls + calls // 2}
     assert found.compiled[-1] == found.compiled[len(inputs) - 1], "recompiled from step to step"
-    assert not same_graphs or found.compiled[-1] == expected.compiled[-1]
+    assert found.compiled[-1] == expected.compiled[-1]
     return found
 
 

@@ -5,50 +5,45 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
+from torch._dynamo.backends.debugging import aot_eager
 
-from fastac.engine.torch_private import CompiledCalls
-from tests.compiled.steps import EACH_WAY, WAYS
+import fastac
+from tests.compiled.steps import EACH_WAY, WAYS, small, small_inputs
 from tests.compiler import reset
 from tests.support import assert_same, executions_of, stack, stack_inputs, train_step
-
-
-def gated_backend(inside: threading.Event, go_on: threading.Event) -> Callable[..., Any]:
-    """aot_eager, which sets `inside` in the middle of a compile, and waits for `go_on`."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
-        inside.set()
-        assert go_on.wait(60)
-        return aot_eager(graph, examples)
-
-    return backend
 
 
 @EACH_WAY
 def test_eager_training_while_another_thread_compiles(way: str) -> None:
     """The eager steps run in the middle of the compile. The gradients of both threads are exact."""
     expected = train_step(stack(layers=1), stack_inputs())
-    inside, go_on = threading.Event(), threading.Event()
-    backend = gated_backend(inside, go_on)
-    compiled = WAYS[way](stack(layers=1, policy="attn_only"), backend)
-    eager = stack(layers=1, policy="attn_only")
+    inside, go_on = Event(), Event()
 
+    def gated(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        inside.set()
+        assert go_on.wait(300)
+        return aot_eager(graph, examples)
+
+    compiled = WAYS[way](stack(layers=1, policy="attn_only"), gated)
+    eager = stack(layers=1, policy="attn_only")
     with ThreadPoolExecutor(1) as other:
         steps = other.submit(lambda: [train_step(compiled, stack_inputs()) for _ in range(2)])
         try:
-            assert inside.wait(60)
+            assert inside.wait(300)
             for _ in range(3):
                 assert executions_of(eager, stack_inputs(), expected) == 2
         finally:
             go_on.set()
-        compiled_steps = steps.result(120)
+        compiled_steps = steps.result()
 
     reset()
     compiled_expected = train_step(WAYS[way](stack(layers=1), "aot_eager"), stack_inputs())
@@ -56,10 +51,17 @@ def test_eager_training_while_another_thread_compiles(way: str) -> None:
         assert_same(found, compiled_expected)
 
 
-def test_compiled_calls_are_counted_in_their_thread() -> None:
-    """Whatever another thread compiles, and whoever else listens to dynamo."""
-    compiled = torch.compile(lambda x: x.sin(), backend="eager")
-    tensor, seen = torch.ones(3), []
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_compiled_calls_are_those_of_their_thread(elsewhere: bool, attention_executions: Counter[str]) -> None:
+    """A region that calls compiled code is run once more, eagerly. Whoever else listens to dynamo goes on, too."""
+    compiled, seen = torch.compile(torch.sin, backend="eager"), []
+    compiled(torch.ones(3))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        fastac.checkpoint(torch.cos, query)  # which listens, too, and ends first
+        with ThreadPoolExecutor(1) as other:
+            _ = other.submit(compiled, torch.ones(3)).result() if elsewhere else compiled(torch.ones(3))
+        return F.scaled_dot_product_attention(query, key, value)
 
     def theirs(hit: bool) -> bool:
         seen.append(hit)
@@ -67,18 +69,9 @@ def test_compiled_calls_are_counted_in_their_thread() -> None:
 
     before = set_guard_complete_hook(theirs)
     try:
-        with CompiledCalls() as outer:
-            compiled(tensor)
-            with CompiledCalls() as inner:
-                compiled(tensor)
-                other = threading.Thread(target=compiled, args=(tensor,))
-                other.start()
-                other.join()
-                tensor.sin()
-            compiled(tensor)
-        compiled(tensor)
-        assert (outer.count, inner.count) == (3, 1)
-        assert len(seen) == 4, "the first call finds nothing to look at"
+        train_step(small("attn_only", layers=1, attend=attend), small_inputs())
+        assert attention_executions.total() == (1 if elsewhere else 2)
+        assert seen == [True] * 2
         assert set_guard_complete_hook(theirs) is theirs
     finally:
         set_guard_complete_hook(before)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config
@@ -155,8 +156,8 @@ def gradients_of(module: torch.nn.Module, function: Callable[..., Any], args: Se
 # A model with its parameters gathered in the graph
 
 
-@contextlib.contextmanager
-def fake_process_group() -> Iterator[None]:
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
     """A process group of 8 ranks that does nothing, in one process, which compiles everything anew."""
     torch._dynamo.reset()
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())

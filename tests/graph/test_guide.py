@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fastac.graph
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "graph.md"
 
 
+@pytest.mark.slow
 def test_the_code_of_the_guide_runs_and_does_what_it_says() -> None:
     blocks = support.code_blocks(GUIDE, "python")
     assert len(blocks) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,14 @@ from tests.graph.partitioned import (
     Split,
     Watched,
     compiled_again,
-    fake_process_group,
     is_gather,
     sharded_stack,
     small_stack,
 )
+from tests.graph.partitioned import eight_ranks as eight_ranks
 from tests.support import written_out
+
+pytestmark = pytest.mark.usefixtures("eight_ranks")
 
 FUNCTIONAL = torch.ops._c10d_functional
 
@@ -67,12 +68,6 @@ def test_a_joint_graph_has_no_blocks() -> None:
 # Gathered parameters
 
 
-@pytest.fixture
-def eight_ranks() -> Iterator[None]:
-    with fake_process_group():
-        yield
-
-
 def weights(split: Split) -> list[str]:
     """Saved values that are gathered weights in some layout."""
     kinds: dict[Node, set[str]] = {}
@@ -85,7 +80,6 @@ def weights(split: Split) -> list[str]:
     return [node.name for node in split.saved if kinds[node] == {"gather", "parameter"}]
 
 
-@pytest.mark.usefixtures("eight_ranks")
 def test_gathered_weights_are_not_saved() -> None:
     """Neither by AOT's own export nor by torch.compile, which describes its inputs in another way."""
     splits = {}
@@ -123,7 +117,6 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return FUNCTIONAL.wait_tensor(FUNCTIONAL.all_gather_into_tensor(tensor, WORLD, group))
 
 
-@pytest.mark.usefixtures("eight_ranks")
 def test_the_chain_begins_at_the_cast_and_ends_before_the_first_computation() -> None:
     def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         whole = gather(shard[:2].to(torch.bfloat16))
@@ -135,7 +128,6 @@ def test_the_chain_begins_at_the_cast_and_ends_before_the_first_computation() ->
     assert rest == ["mm", "mul"]
 
 
-@pytest.mark.usefixtures("eight_ranks")
 def test_coalesced_gathers_and_gathers_in_two_steps() -> None:
     def function(one: torch.Tensor, two: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD.group_name
@@ -148,7 +140,6 @@ def test_coalesced_gathers_and_gathers_in_two_steps() -> None:
     assert rest == ["mm", "sum_1", "add"]
 
 
-@pytest.mark.usefixtures("eight_ranks")
 def test_activations_are_left_to_the_policy() -> None:
     def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         whole = gather(shard)
@@ -158,7 +149,6 @@ def test_activations_are_left_to_the_policy() -> None:
     assert names == ["all_gather_into_tensor", "wait_tensor"]
 
 
-@pytest.mark.usefixtures("eight_ranks")
 def test_a_collective_without_a_reader_is_dropped_and_no_other_op() -> None:
     """For torch a wait is never dead."""
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import Policy, PolicyNotAppliedError, graph
 from fastac.graph import saved_values, torch_private
+from tests import support
 from tests.compiler import fresh_compiler as fresh_compiler
 from tests.compiler import kernel_folder as kernel_folder
 from tests.compiler import unfused
@@ -32,7 +33,7 @@ from tests.graph.partitioned import (
     round_trip,
     small_stack,
 )
-from tests.support import CPU_ATTENTION, code_blocks
+from tests.support import CPU_ATTENTION, assert_same, code_blocks
 
 SMALL = 0.3
 """A memory budget with which min-cut recomputes much more."""
@@ -48,28 +49,25 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 # What is saved again
 
 
-@pytest.mark.parametrize("cse", [True, False])
-def test_the_second_partition_is_the_first(cse: bool) -> None:
-    """Whether or not common subexpressions are eliminated."""
+@pytest.mark.parametrize(
+    ("policy", "options", "attention"),
+    [
+        ("attn_only", {"budget": SMALL}, (2, 0)),
+        ("attn_only", {"budget": SMALL, "cse": False}, (2, 0)),
+        (Policy("attn_only", min_kv=6), {}, (2, 1)),  # 8 video tokens, 4 of text
+    ],
+    ids=["attn_only", "common subexpressions stay", "short attention is recomputed"],
+)
+def test_the_second_partition_is_the_first(policy: Any, options: dict[str, Any], attention: tuple[int, int]) -> None:
     model, args = small_stack()
-    first, second, gradients = round_trip(model, args, graph.partitioner("attn_only"), REPLAY, budget=SMALL, cse=cse)
+    first, second, gradients = round_trip(model, args, graph.partitioner(policy), REPLAY, **options)
     assert second.figures == first.figures
-    assert first.attention[0] > first.attention[1] == 0
-    assert same(gradients, gradients_of(model, model, args))
-
-
-def test_short_attention_is_recomputed_in_both() -> None:
-    model, args = small_stack()
-    policy = Policy("attn_only", min_kv=6)  # 8 video tokens, 4 of text
-    first, second, gradients = round_trip(model, args, graph.partitioner(policy), REPLAY)
-    assert first.attention == second.attention == (2, 1)
-    assert second.held_bytes == first.held_bytes
+    assert first.attention == attention
     assert same(gradients, gradients_of(model, model, args))
 
 
 def test_dropout_is_drawn_once() -> None:
-    model, args = small_stack(dropout=0.2)
-    first, second, _ = round_trip(model, args, graph.partitioner("attn_only"), REPLAY)
+    first, second, _ = round_trip(*small_stack(dropout=0.2), graph.partitioner("attn_only"), REPLAY)
     assert second.figures == first.figures
 
     def draws(node: Node) -> bool:
@@ -198,9 +196,7 @@ def test_the_code_of_the_guide_runs(attention_executions: Counter[str]) -> None:
     exec(compile(code_blocks(GUIDE, "python")[0], str(GUIDE), "exec"), names)
     assert attention_executions[CPU_ATTENTION] == 4
     model = names["model"]
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = support.gradients(dict(model.named_parameters()))
     model.zero_grad()
     names["Video"](model)(*names["args"]).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert (found[name] is None) == (parameter.grad is None)
-        assert parameter.grad is None or torch.equal(found[name], parameter.grad)
+    assert_same(found, support.gradients(dict(model.named_parameters())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fastac import graph
-from tests.graph.partitioned import ShardedLinear, Split, fake_process_group, min_cut, round_trip
+from tests.graph.partitioned import ShardedLinear, Split, min_cut, round_trip
+from tests.graph.partitioned import eight_ranks as eight_ranks
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -58,10 +58,7 @@ class Llama(torch.nn.Module):
         return self.out(norm(x))
 
 
-@pytest.fixture(autouse=True)
-def eight_ranks() -> Iterator[None]:
-    with fake_process_group():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("eight_ranks")]
 
 
 def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Split]:
@@ -74,13 +71,12 @@ def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Spli
 FIRST = {0.3: ((4, 0), (29, 28), 241_664), 1.0: ((4, 0), (29, 26), 702_464)}
 
 
-@pytest.mark.parametrize("budget", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", FIRST)
 def test_gathers_attention_and_saved_bytes_are_those_of_the_first_compile(budget: float) -> None:
     first, second = compiled_twice(True, budget, cse=budget < 1)
     assert second.figures == first.figures == FIRST[budget]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "cse", "gathers"), [(0.3, True, (29, 26)), (1.0, True, (29, 26)), (1.0, False, (55, 26))]
 )

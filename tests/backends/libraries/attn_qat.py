@@ -20,7 +20,7 @@ triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 from fastvideo_kernel.triton_kernels import attn_qat_train
 
 from fastac.backends import fastvideo
-from tests.backends.parity import Case, Parity
+from tests.backends.parity import Case, Parity, contiguous
 
 LAUNCHES = "attn_qat_train._attn_fwd"
 triton_on_cpu.count_launches(attn_qat_train, "_attn_fwd", LAUNCHES)
@@ -40,9 +40,9 @@ SETTINGS = {
 }
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    tensors = [tensor.contiguous() for tensor in (query, key, value)]
-    return attn_qat_train.attention(*tensors, False, query.shape[-1] ** -0.5, *SETTINGS.values())
+@contiguous
+def attend(*args: Any) -> Any:
+    return attn_qat_train.attention(*args[:3], False, args[0].shape[-1] ** -0.5, *SETTINGS.values())
 
 
 class TestAttnQat(Parity):

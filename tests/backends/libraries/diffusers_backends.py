@@ -6,7 +6,6 @@ It finds the real flash-attn 2 and xFormers. What it would download from the hub
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -59,12 +58,7 @@ def _on_cpu() -> Iterator[None]:
 
 def flash_attn_4() -> ModuleType:
     package = flash_on_cpu.substitute(FLASH_4)
-    name = f"{FLASH_4}.interface"
-    specification = importlib.util.spec_from_file_location(name, flash_4_on_cpu.flash_attn_4().__file__)
-    assert specification is not None
-    assert specification.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    module = flash_on_cpu.copy_of(flash_4_on_cpu.flash_attn_4(), f"{FLASH_4}.interface")
     vars(package).update(flash_attn_func=flash_4_on_cpu.with_kernels(module, FLASH_4).flash_attn_func, interface=module)
     return package
 

@@ -28,14 +28,13 @@ from fastvideo_kernel import ops, video_sparse_attn
 from fastvideo_kernel.triton_kernels import block_sparse_attn_triton as kernels
 
 from fastac.backends import fastvideo
-from tests.backends.parity import Case, Parity
-from tests.backends.sparse import block_sparse_bwd, block_sparse_fwd, run_on_cpu
+from tests.backends.parity import Parity
+from tests.backends.sparse import BLOCK, BLOCKS, TOKENS, TOP, block_sparse_bwd, block_sparse_fwd, run_on_cpu
+from tests.backends.sparse import case as sparse_case
 
 # The module of this name is hidden behind the function of this name.
 block_sparse = sys.modules["fastvideo_kernel.block_sparse_attn"]
 
-BLOCK, KEY_BLOCKS, TOP = 64, 3, 2
-TOKENS = KEY_BLOCKS * BLOCK
 SIZES = torch.tensor([64, 40, 64], dtype=torch.int32)
 """Keys that count in each block: the last ones of a block may be padding."""
 
@@ -43,7 +42,7 @@ MAP = torch.tensor([[[[1, 0, 1], [0, 1, 0], [1, 1, 0]], [[1, 1, 1], [0, 1, 1], [
 """(1, heads, blocks of queries, blocks of keys): which blocks attend."""
 
 NUMBER = MAP.sum(-1).int()
-INDEX = torch.where(torch.arange(KEY_BLOCKS) < NUMBER[..., None], MAP.int().argsort(-1, descending=True), -1).int()
+INDEX = torch.where(torch.arange(BLOCKS) < NUMBER[..., None], MAP.int().argsort(-1, descending=True), -1).int()
 
 triton_on_cpu.count_in_tensors(kernels)
 
@@ -85,15 +84,7 @@ def block_sparse_attn_sm100a_from_mask_inference(*tensors: torch.Tensor) -> Any:
     return sm100a.block_sparse_attn_sm100a_from_mask(*tensors, MAP, SIZES)[0]
 
 
-case = functools.partial(
-    Case,
-    batch=1,
-    queries=TOKENS,
-    keys=TOKENS,
-    dim=16,
-    pairs=11 * BLOCK**2,
-    dtype=torch.bfloat16,  # its kernels take nothing else
-)
+case = functools.partial(sparse_case, pairs=11 * BLOCK**2, dtype=torch.bfloat16)  # its kernels take nothing else
 
 
 class TestFastVideoKernel(Parity):

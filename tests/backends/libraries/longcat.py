@@ -28,16 +28,17 @@ with pytest.MonkeyPatch.context() as _patch:
     from longcat_video.block_sparse_attention import bsa_interface
 
 from fastac.backends import fastvideo
-from tests.backends.parity import Case, Parity
+from tests.backends.parity import Case, Parity, contiguous
 
 LAUNCHES = "bsa_interface._attn_fwd_bsa_varlen_align"
 BLOCK, BLOCKS, TOP = 64, 4, 2
 triton_on_cpu.count_launches(bsa_interface, "_attn_fwd_bsa_varlen_align", LAUNCHES)
 
 
+@contiguous
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    tensors = [tensor.contiguous() for tensor in (query, key, value)]
-    return bsa_interface.flash_attn_bsa(*tensors, BLOCK, BLOCK, 1 - TOP / BLOCKS, None, query.shape[-1] ** -0.5)
+    sparsity = 1 - TOP / BLOCKS
+    return bsa_interface.flash_attn_bsa(query, key, value, BLOCK, BLOCK, sparsity, None, query.shape[-1] ** -0.5)
 
 
 class TestLongCat(Parity):

@@ -27,11 +27,11 @@ from fastvideo.attention.backends import sla
 from fastvideo_kernel.triton_kernels import sla_triton as kernels
 
 from fastac.backends import fastvideo
-from tests.backends.parity import Case, Parity, swapped
+from tests.backends.parity import Parity, contiguous, swapped
+from tests.backends.sparse import BLOCK, BLOCKS, TOP
+from tests.backends.sparse import case as sparse_case
 
 LAUNCHES = "sla_triton._attn_fwd"
-BLOCK, BLOCKS, TOP = 64, 3, 2
-TOKENS = BLOCKS * BLOCK
 HEADS, DIM = 2, 16
 MAP = torch.tensor([[[[1, 0, 1], [0, 1, 1], [1, 1, 0]], [[1, 1, 0], [0, 1, 1], [1, 0, 1]]]], dtype=torch.int8)
 """(1, heads, blocks of queries, blocks of keys): which blocks attend, TOP in each row."""
@@ -39,10 +39,10 @@ MAP = torch.tensor([[[[1, 0, 1], [0, 1, 1], [1, 1, 0]], [[1, 1, 0], [0, 1, 1], [
 triton_on_cpu.count_launches(kernels, "_attn_fwd", LAUNCHES)
 
 
+@contiguous
 def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    tensors = [tensor.contiguous() for tensor in (query, key, value)]
     chosen = MAP.nonzero()[:, -1].clone().view(*MAP.shape[:3], TOP)
-    return kernels._attention.apply(*tensors, MAP, chosen, TOP, BLOCK, BLOCK)
+    return kernels._attention.apply(query, key, value, MAP, chosen, TOP, BLOCK, BLOCK)
 
 
 LAYER = sla.SLAAttentionImpl(HEADS, DIM, topk_ratio=TOP / BLOCKS, BLKQ=BLOCK)
@@ -55,16 +55,7 @@ def layer_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: f
 
 
 case = functools.partial(
-    Case,
-    "",
-    function=kernels._attention,
-    kernel=LAUNCHES,
-    batch=1,
-    queries=TOKENS,
-    keys=TOKENS,
-    dim=DIM,
-    pairs=12 * BLOCK**2,
-    counts_backward=False,
+    sparse_case, "", function=kernels._attention, kernel=LAUNCHES, pairs=12 * BLOCK**2, counts_backward=False
 )
 
 

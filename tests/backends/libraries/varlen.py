@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from fastac.backends import varlen
-from tests.backends import aten_on_cpu
+from tests.backends.aten_on_cpu import cpu_kernels as cpu_kernels
 from tests.backends.parity import LENGTHS, Case, Parity
 
 KERNEL = "aten::_flash_attention_forward"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cpu_kernels() -> Iterator[None]:
-    with aten_on_cpu.registered():
-        yield
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, **options: Any) -> torch.Tensor:

@@ -28,11 +28,9 @@ with pytest.MonkeyPatch.context() as _patch:
 from vsa import block_sparse_wrapper as wrapper
 
 from fastac.backends import fastvideo
-from tests.backends.parity import Case, Parity
-from tests.backends.sparse import run_on_cpu
+from tests.backends.parity import Parity
+from tests.backends.sparse import BLOCK, BLOCKS, TOKENS, TOP, run_on_cpu
 
-BLOCK, BLOCKS, TOP = 64, 3, 2
-TOKENS = BLOCKS * BLOCK
 SIZES = torch.full((BLOCKS,), BLOCK, dtype=torch.int32)
 """Keys that count in each block: all. With fewer in one the gradients of the queries are wrong in this release, whose
 kernel looks the number up by a block's place among the chosen ones. fastvideo-kernel, its successor, is right."""
@@ -51,13 +49,9 @@ def video(op: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 class TestVsa(Parity):
     cases = tuple(
-        Case(
+        sparse.case(
             op._qualname,
             functools.partial(video, op),
-            batch=1,
-            queries=TOKENS,
-            keys=TOKENS,
-            dim=16,
             pairs=2 * TOKENS * TOP * BLOCK,
             dtype=torch.bfloat16,  # its kernels take nothing else
             chooser=(torch, "topk"),
