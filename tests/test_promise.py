@@ -14,7 +14,7 @@ import torch
 
 import fastac
 from tests import support
-from tests.live_bytes import LiveBytes
+from tests.live_bytes import allocated
 
 TOKENS, WIDTH, HEADS, FLOAT32 = 1024, 24, 2, 4
 
@@ -34,9 +34,9 @@ PROMISE = [
 
 
 class Step(NamedTuple):
-    """What a training step did. held: bytes that live from its forward to its backward. numbers: all that it computed.
+    """Attention kernels in forward and backward, bytes that live from one to the other, and all that was computed.
 
-    Kernels count themselves, and bytes are those of tensors that ops returned: neither is fastac's own figure.
+    Kernels count themselves, and torch's profiler lists allocations: neither is fastac's own figure.
     """
 
     forward: int
@@ -56,11 +56,11 @@ def step(policy: Any) -> Step:
         fastac.enable(model, policy)
     support.count_cpu_attention()
     support.executions.clear()
-    with LiveBytes() as meter:
-        (output,) = model(**inputs)
-    held, forward = meter.now, support.executions.total()
-    support.loss_of(output).backward()
-    numbers = {"output": output.detach()} | support.gradients(support.leaves_of(model, inputs))
+    made: list[torch.Tensor] = []
+    held = allocated(lambda: made.extend(model(**inputs)))
+    forward = support.executions.total()
+    support.loss_of(made[0]).backward()
+    numbers = {"output": made[0].detach()} | support.gradients(support.leaves_of(model, inputs))
     return Step(forward, support.executions.total() - forward, held, numbers)
 
 
