@@ -282,7 +282,7 @@ def test_inputs_are_those_of_the_pipeline(name: str) -> None:
     model = model_for(pipeline.model, latents[0], **pipeline.changes).to(torch.bfloat16)
     video = small(row, model.config, latents, dtype=torch.bfloat16)
     if name == "wan 5b":  # a pipeline without VAE takes it for that of Wan 2.1
-        video = dataclasses.replace(video, compression=WAN)
+        video = dataclasses.replace(video, compression=Compression(4, 8, 8))
     ours = inputs_of(row, model.config, video)
     theirs = pipeline.call(model, video)
     for arguments in (ours, theirs):
@@ -291,31 +291,14 @@ def test_inputs_are_those_of_the_pipeline(name: str) -> None:
     assert {key: shapes(value) for key, value in ours.items()} == {key: shapes(value) for key, value in theirs.items()}
 
 
-WAN = Compression(4, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "patch", "message"),
-    [
-        ({"frames": 80}, (1, 2, 2), r"frames 80 is not a multiple of 4, plus 1.* Use 77 or 81\."),
-        ({"frames": 81}, (2, 2, 2), r"frames 81 is not a multiple of 8, plus 5.* Use 77 or 85\."),
-        ({"frames": 3}, (2, 2, 2), r"Use 5\."),
-        ({"width": 4}, (1, 2, 2), r"width 4 is not a multiple of 16.* Use 16\."),
-    ],
-    ids=str,
-)
-def test_sizes_that_do_not_fit(sizes: dict[str, int], patch: tuple[int, int, int], message: str) -> None:
-    fitting = Video(frames=77, height=720, width=1280, text_tokens=512, compression=WAN)
-    video = dataclasses.replace(fitting, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(FastacError, match=message):
-        video.tokens(patch)
-
-
 @pytest.mark.parametrize(
     ("name", "config", "sizes", "message"),
     [
+        ("WanTransformer3DModel", {}, {"frames": 80}, r"frames 80 is not a multiple of 4, plus 1.* Use 77 or 81\."),
+        ("WanTransformer3DModel", {"patch_size": (2, 2, 2)}, {"frames": 81}, r"of 8, plus 5.* Use 77 or 85\."),
+        ("WanTransformer3DModel", {"patch_size": (2, 2, 2)}, {"frames": 3}, r"Use 5\."),
+        ("WanTransformer3DModel", {}, {"width": 4}, r"width 4 is not a multiple of 16.* Use 16\."),
         ("WanTransformer3DModel:i2v", {}, {"text_tokens": 226}, "Use 512"),
-        ("WanTransformer3DModel", {}, {"height": 72}, "Use 64 or 80"),
         ("CosmosTransformer3DModel", {"extra_pos_embed_type": None}, {}, "only Cosmos 1"),
         ("Kandinsky5Transformer3DModel", {"attention_type": "nabla"}, {}, "'nabla'"),
     ],
