@@ -50,6 +50,24 @@ class CheckpointsItself(Diffuser):
         return video
 
 
+class Caller(support.AttentionStack):
+    """Checkpoints its blocks itself, as the models of most trainers do."""
+
+    call: Callable[..., torch.Tensor]
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            video = self.call(block, video, text)
+        return video
+
+
+def caller(call: Callable[..., torch.Tensor]) -> Caller:
+    torch.manual_seed(0)
+    model = Caller()
+    model.call = call
+    return model
+
+
 def diffuser(kind: type[Diffuser] = Diffuser, **options: Any) -> Diffuser:
     torch.manual_seed(0)
     return kind(**options).train()

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
+from tests.hook.hosts import caller
 from tests.hook.test_no_region import LibrariesCheckpoint
 from tests.support import (
     CPU_ATTENTION,
     AttentionBlock,
-    AttentionStack,
     custom_attention,
     executions_of,
     stack_inputs,
@@ -30,17 +30,6 @@ from tests.support import (
 )
 
 CAPTURED = functools.partial(torch_checkpoint, use_reentrant=False)
-
-
-class Caller(AttentionStack):
-    """Checkpoints its blocks itself, as the models of most trainers do."""
-
-    call: Callable[..., torch.Tensor]
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            video = self.call(block, video, text)
-        return video
 
 
 def by_name(*args: Any) -> torch.Tensor:
@@ -62,13 +51,6 @@ def reentrant(*args: Any) -> torch.Tensor:
 
 def torch_s_function(*args: Any) -> torch.Tensor:
     return torch.utils.checkpoint.CheckpointFunction.apply(*args[:1], True, *args[1:])
-
-
-def caller(call: Callable[..., torch.Tensor]) -> Caller:
-    torch.manual_seed(0)
-    model = Caller()
-    model.call = call
-    return model
 
 
 @pytest.mark.parametrize("call", [by_name, by_attribute, without_options])
