@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -96,22 +95,22 @@ class Part(types.SimpleNamespace):
         return text, text, mask
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Pipeline:
     """One pipeline of diffusers, and how it is asked for a video.
 
     model: a name of TINY; changes: of its configuration. components: of the pipeline, without the transformer; the
-    others are None. text: argument of the embedded text, and its width. mask: the dtype of its mask. sizes: its names
-    for height, width and frames. arguments: of the call, made from the video.
+    others are None. text: argument of the embedded text, and its width. mask: the dtype of its mask. frames: the name
+    for their number. arguments: of the call, made from the video.
     """
 
     pipeline: str
     model: str
+    components: Mapping[str, Any]
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    components: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text: tuple[str, int] = ("prompt_embeds", 16)
     mask: torch.dtype | None = None
-    sizes: tuple[str, str, str] = ("height", "width", "num_frames")
+    frames: str = "num_frames"
     guided: bool = True
     arguments: Callable[[Video], dict[str, Any]] = lambda video: {}
 
@@ -123,7 +122,7 @@ class Pipeline:
         pipeline.set_progress_bar_config(disable=True)
         model.register_forward_pre_hook(look, with_kwargs=True)
         text, width = self.text
-        arguments = dict(zip(self.sizes, (video.height, video.width, video.frames), strict=True))
+        arguments = {"height": video.height, "width": video.width, self.frames: video.frames}
         arguments |= {text: torch.randn(1, video.text_tokens, width, dtype=video.dtype)} | self.arguments(video)
         if self.mask is not None:
             arguments["prompt_attention_mask"] = torch.ones(1, video.text_tokens, dtype=self.mask)
@@ -161,95 +160,88 @@ UNI_PC = {"scheduler": diffusers.UniPCMultistepScheduler()}
 HUNYUAN_VAE = Part(
     config=types.SimpleNamespace(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=16
 )
+CHANNELS = ("in_channels", "out_channels")
 ROTARY_HEADS = {"attention_head_dim": 16}  # the fewest whose quarter and three eighths are even numbers
 
-wan = functools.partial(Pipeline, pipeline="WanPipeline", model="WanTransformer3DModel")
-cogvideox = functools.partial(
-    Pipeline,
-    pipeline="CogVideoXPipeline",
-    model="CogVideoXTransformer3DModel",
-    components={"scheduler": diffusers.CogVideoXDDIMScheduler()},
-    text=("prompt_embeds", 8),
-)
+
+def cogvideox(model: str = "CogVideoXTransformer3DModel", **changes: Any) -> Pipeline:
+    components = {"scheduler": diffusers.CogVideoXDDIMScheduler()}
+    return Pipeline("CogVideoXPipeline", model, components, changes, text=("prompt_embeds", 8))
+
+
 PIPELINES = {
-    "wan": wan(components=UNI_PC),
-    "wan 5b": wan(components=UNI_PC | {"expand_timesteps": True}, changes={"in_channels": 48, "out_channels": 48}),
-    "skyreels": Pipeline(pipeline="SkyReelsV2Pipeline", model="SkyReelsV2Transformer3DModel", components=UNI_PC),
+    "wan": Pipeline("WanPipeline", "WanTransformer3DModel", UNI_PC),
+    "wan 5b": Pipeline(
+        "WanPipeline", "WanTransformer3DModel", UNI_PC | {"expand_timesteps": True}, dict.fromkeys(CHANNELS, 48)
+    ),
+    "skyreels": Pipeline("SkyReelsV2Pipeline", "SkyReelsV2Transformer3DModel", UNI_PC),
     "hunyuan video": Pipeline(
-        pipeline="HunyuanVideoPipeline",
-        model="HunyuanVideoTransformer3DModel",
-        components=FLOW,
+        "HunyuanVideoPipeline",
+        "HunyuanVideoTransformer3DModel",
+        FLOW,
         mask=torch.int64,
         guided=False,
         arguments=pooled("pooled_prompt_embeds"),
     ),
     "hunyuan video 1.5": Pipeline(
-        pipeline="HunyuanVideo15Pipeline",
-        model="HunyuanVideo15Transformer3DModel",
-        changes={"in_channels": 9},
-        components=FLOW | {"vae": HUNYUAN_VAE, "guider": diffusers.ClassifierFreeGuidance(guidance_scale=1.0)},
+        "HunyuanVideo15Pipeline",
+        "HunyuanVideo15Transformer3DModel",
+        FLOW | {"vae": HUNYUAN_VAE, "guider": diffusers.ClassifierFreeGuidance(guidance_scale=1.0)},
+        {"in_channels": 9},
         guided=False,
         arguments=glyphs,
     ),
-    "ltx": Pipeline(pipeline="LTXPipeline", model="LTXVideoTransformer3DModel", components=SHIFTED, mask=torch.bool),
+    "ltx": Pipeline("LTXPipeline", "LTXVideoTransformer3DModel", SHIFTED, mask=torch.bool),
     "ltx 2": Pipeline(
-        pipeline="LTX2Pipeline",
-        model="LTX2VideoTransformer3DModel",
-        changes={"audio_in_channels": 128},
-        components=SHIFTED | {"text_encoder": Part(dtype=torch.bfloat16), "connectors": Part()},
+        "LTX2Pipeline",
+        "LTX2VideoTransformer3DModel",
+        SHIFTED | {"text_encoder": Part(dtype=torch.bfloat16), "connectors": Part()},
+        {"audio_in_channels": 128},
         mask=torch.int64,
         arguments=lambda video: {"audio_guidance_scale": 1.0},
     ),
     "cosmos": Pipeline(
-        pipeline="CosmosTextToWorldPipeline",
-        model="CosmosTransformer3DModel",
-        components={
-            "scheduler": diffusers.EDMEulerScheduler(sigma_schedule="karras"),
-            "safety_checker": Part(),
-        },
+        "CosmosTextToWorldPipeline",
+        "CosmosTransformer3DModel",
+        {"scheduler": diffusers.EDMEulerScheduler(sigma_schedule="karras"), "safety_checker": Part()},
     ),
     "cogvideox 2b": cogvideox(),
-    "cogvideox 5b": cogvideox(changes=ROTARY_HEADS | {"use_rotary_positional_embeddings": True}),
-    "cogvideox 1.5": cogvideox(
-        model="CogVideoXTransformer3DModel:1.5",
-        changes=ROTARY_HEADS | {"sample_height": 24, "sample_width": 24},
-    ),
+    "cogvideox 5b": cogvideox(use_rotary_positional_embeddings=True, **ROTARY_HEADS),
+    "cogvideox 1.5": cogvideox("CogVideoXTransformer3DModel:1.5", sample_height=24, sample_width=24, **ROTARY_HEADS),
     "mochi": Pipeline(
-        pipeline="MochiPipeline",
-        model="MochiTransformer3DModel",
-        components={"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)},
+        "MochiPipeline",
+        "MochiTransformer3DModel",
+        {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)},
         mask=torch.bool,
     ),
     "allegro": Pipeline(
-        pipeline="AllegroPipeline",
-        model="AllegroTransformer3DModel",
-        components={"scheduler": diffusers.EulerAncestralDiscreteScheduler()},
+        "AllegroPipeline",
+        "AllegroTransformer3DModel",
+        {"scheduler": diffusers.EulerAncestralDiscreteScheduler()},
         text=("prompt_embeds", 8),
         mask=torch.int64,
     ),
     "latte": Pipeline(
-        pipeline="LattePipeline",
-        model="LatteTransformer3DModel",
-        components={"scheduler": diffusers.DDIMScheduler()},
+        "LattePipeline",
+        "LatteTransformer3DModel",
+        {"scheduler": diffusers.DDIMScheduler()},
         text=("prompt_embeds", 8),
-        sizes=("height", "width", "video_length"),
+        frames="video_length",
         arguments=lambda video: {"negative_prompt": "", "clean_caption": False, "mask_feature": False},
     ),
-    "easyanimate": Pipeline(
-        pipeline="EasyAnimatePipeline", model="EasyAnimateTransformer3DModel", components=FLOW, mask=torch.int64
-    ),
+    "easyanimate": Pipeline("EasyAnimatePipeline", "EasyAnimateTransformer3DModel", FLOW, mask=torch.int64),
     "sana video": Pipeline(
-        pipeline="SanaVideoPipeline",
-        model="SanaVideoTransformer3DModel",
-        components={"scheduler": diffusers.DPMSolverMultistepScheduler()},
+        "SanaVideoPipeline",
+        "SanaVideoTransformer3DModel",
+        {"scheduler": diffusers.DPMSolverMultistepScheduler()},
         mask=torch.int64,
-        sizes=("height", "width", "frames"),
+        frames="frames",
         arguments=lambda video: {"use_resolution_binning": False},
     ),
     "kandinsky 5": Pipeline(
-        pipeline="Kandinsky5T2VPipeline",
-        model="Kandinsky5Transformer3DModel",
-        components=FLOW,
+        "Kandinsky5T2VPipeline",
+        "Kandinsky5Transformer3DModel",
+        FLOW,
         text=("prompt_embeds_qwen", 24),
         arguments=lambda video: (
             pooled("prompt_embeds_clip")(video)
