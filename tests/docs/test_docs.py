@@ -107,18 +107,20 @@ def test_the_group_that_documents_name_is_the_one_that_is_read(document: Path) -
     ]
 
 
+def prose(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
 def anchors(document: Path) -> set[str]:
     """Those that GitHub gives the headings of a document."""
-    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(document), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_lines_are_short(document: Path) -> None:
     """For those who read them raw. Tables, code, and lines that are one link may be longer."""
-    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    lines = [line for line in text.splitlines() if not re.match(r"\||!?\[[^]]*\]\(\S+\)$", line)]
+    lines = [line for line in prose(document).splitlines() if not re.match(r"\||!?\[[^]]*\]\(\S+\)$", line)]
     assert not [line for line in lines if len(line) > 100]
 
 

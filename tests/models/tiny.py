@@ -422,9 +422,7 @@ VIDEOS = (
         {"hidden_size": 12, "action_gen": True, "sound_gen": True, "rope_axes_dim": (1, 1, 1)},
     ),
     Tiny(
-        "SanaVideoTransformer3DModel",
-        lambda: _video(encoder_attention_mask=_valid(12, 8)),
-        {"cross_attention_dim": 24},
+        "SanaVideoTransformer3DModel", lambda: _video(encoder_attention_mask=_valid(12, 8)), {"cross_attention_dim": 24}
     ),
     Tiny("SanaWMTransformer3DModel", _sana_camera, {"hidden_size": 32}),
     Tiny(
@@ -494,11 +492,7 @@ def _krea() -> dict[str, Any]:
 
 
 PICTURES = (
-    Tiny(
-        "Krea2Transformer2DModel",
-        _krea,
-        HEADS_OF_8 | {"intermediate_size": 16, "axes_dims_rope": (4, 2, 2)},
-    ),
+    Tiny("Krea2Transformer2DModel", _krea, HEADS_OF_8 | {"intermediate_size": 16, "axes_dims_rope": (4, 2, 2)}),
     Tiny(
         "HunyuanImageTransformer2DModel",
         lambda: _image(timestep=torch.tensor([500.0]), encoder_attention_mask=_valid(6, 4)),

@@ -11,7 +11,7 @@ import contextvars
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -203,17 +203,8 @@ def test_steps_whose_values_are_compared() -> None:
 ALL, MATH = "CUDNN_ATTENTION, FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH", "MATH"
 
 
-@contextlib.contextmanager
-def without_flash() -> Iterator[None]:
-    """By a switch, in the place of a context."""
-    torch.backends.cuda.enable_flash_sdp(False)
-    yield
-    torch.backends.cuda.enable_flash_sdp(True)
-
-
 CONTEXTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), "torch.nn.attention.sdpa_kernel allowed", ALL, MATH),
-    "a switch": (without_flash, "torch.nn.attention.sdpa_kernel allowed", ALL, ALL.replace("FLASH_ATTENTION, ", "")),
     "diffusers": (
         lambda: attention_backend("_native_math"),
         "diffusers' attention_backend was",
