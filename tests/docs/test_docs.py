@@ -30,20 +30,6 @@ def test_made_documents_are_not_stale(name: str) -> None:
     assert GENERATE["QUICK"][name]() == (ROOT / name).read_text(encoding="utf-8"), "run python docs/generate.py"
 
 
-def test_what_was_not_measured_on_a_gpu_leaves_its_cell_empty() -> None:
-    """A way that did not run says why, and a column without any figure is left out."""
-    rows = [
-        {"way": "torch full", "problem": "", "seconds": [3.0, 1.0, 1.5], "host_bytes": 0, "hidden": None},
-        {"way": "offload", "problem": "", "seconds": [], "host_bytes": 3 * 2**29, "hidden": None},
-        {"way": "none", "problem": "out of\nmemory"},
-    ]
-    assert GENERATE["_gpu_table"](rows, GENERATE["GPU_COLUMNS"]).splitlines()[2:] == [
-        "| torch full |  | 1.500 | 0.00 |",
-        "| offload |  |  | 1.50 |",
-        "| none | out of memory |  |  |",
-    ]
-
-
 def test_every_made_document_is_looked_at() -> None:
     documents = [path for path in DOCUMENTS if "Written by docs/generate.py" in path.read_text(encoding="utf-8")]
     assert {path.relative_to(ROOT).as_posix() for path in documents} == set(GENERATE["DOCUMENTS"])

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import Policy, PolicyNotAppliedError
 from tests import support
-from tests.hook.hosts import HOSTS, CheckpointsItself, Diffuser, alone, caller, diffuser, step_of
+from tests.hook.hosts import HOSTS, Caller, CheckpointsItself, Diffuser, alone, caller, diffuser, step_of
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import assert_same, stack, stack_inputs, train_step
 
@@ -28,21 +28,13 @@ from tests.support import assert_same, stack, stack_inputs, train_step
 class OverridesForward(Diffuser):
     """A user's subclass, whose forward does not checkpoint."""
 
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            video = block(video, text)
-        return video
+    def call(self, block: Any, *args: torch.Tensor) -> Any:
+        return block(*args)
 
 
-class PastTheCall(support.AttentionStack):
+def past_the_call() -> Caller:
     """With gradients on it calls the forward of a block's class, never the block."""
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return super().forward(video, text)
-        for block in self.blocks:
-            video = type(block).forward(block, video, text)
-        return video
+    return caller(lambda block, *args: type(block).forward(block, *args) if torch.is_grad_enabled() else block(*args))
 
 
 EXACT = ("full", {"blocks.0": "full", "*": "none"})
@@ -53,7 +45,7 @@ EXACT = ("full", {"blocks.0": "full", "*": "none"})
     [
         (lambda: diffuser(CheckpointsItself), None, r'fastac\.enable\(model, blocks="blocks"\)', ()),
         (lambda: diffuser(OverridesForward), None, r'fastac\.enable\(model, blocks="blocks"\)', EXACT),
-        (PastTheCall, "blocks", r"module lists are 'blocks', 'blocks\.0\.norms'", EXACT),
+        (past_the_call, "blocks", r"module lists are 'blocks', 'blocks\.0\.norms'", EXACT),
     ],
     ids=["diffusers, checkpoints itself", "diffusers, another forward", "blocks, called past"],
 )
@@ -87,7 +79,11 @@ class TwoForwards(Diffuser):
     plainly = False
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return OverridesForward.forward(self, video, text) if self.plainly else self.run(video, text)
+        if not self.plainly:
+            return self.run(video, text)
+        for block in self.blocks:
+            video = block(video, text)
+        return video
 
     run = Diffuser.forward
 
@@ -118,12 +114,7 @@ def test_a_trace_speaks_for_the_forward_that_runs_it_alone(policy: str) -> None:
 def test_blocks_that_a_trainer_calls_itself() -> None:
     """If the model's forward never runs, a policy that saves nothing is still an error."""
     model, inputs = stack(), stack_inputs()
-
-    def forward(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in model.blocks:
-            video = block(video, text)
-        return video
-
+    forward = functools.partial(support.AttentionStack.forward, model)
     fastac.enable(model, fastac.Policy("attn_only", min_kv=1000), blocks="blocks")
     with pytest.raises(PolicyNotAppliedError, match="nothing is saved in any block"):
         forward(**inputs)

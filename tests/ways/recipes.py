@@ -69,14 +69,6 @@ def batches(batch: Batch, count: int) -> list[Batch]:
     return [batch | {name: drawn(batch[name]) for name in names} for _ in range(count)]
 
 
-def repeated(batch: Batch, times: int) -> Batch:
-    """As many times the clips."""
-    return {
-        key: value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
-
-
 def narrow(batch: Batch) -> Batch:
     """The left half of the video, as from another aspect-ratio bucket."""
     video = batch["hidden_states"]

@@ -50,19 +50,14 @@ class Block(AttentionBlock):
 
 
 class Dequantized(torch.nn.Module):
-    """A frozen linear layer in int8, or in uint8 with two numbers of 4 bits."""
+    """A frozen linear layer in int8."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        columns = WIDTH if dtype is torch.int8 else WIDTH // 2
-        numbers = torch.iinfo(dtype)
-        self.register_buffer("weight", torch.randint(numbers.min, numbers.max + 1, (WIDTH, columns), dtype=dtype))
+        self.register_buffer("weight", torch.randint(-128, 128, (WIDTH, WIDTH), dtype=torch.int8))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if weight.dtype is torch.uint8:
-            weight = torch.cat([weight & 15, weight >> 4], 1)
-        return hidden + F.linear(hidden, weight.to(hidden.dtype) / 256)
+        return hidden + F.linear(hidden, self.weight.to(hidden.dtype) / 256)
 
 
 class Clamped(torch.nn.Linear):
@@ -177,11 +172,9 @@ HALF, BF16, DOUBLE = torch.float16, torch.bfloat16, torch.float64
 
 OPERATIONS: dict[str, tuple[Callable[[], Operation], torch.dtype]] = {
     "dropout": (lambda: torch.nn.Dropout(0.3), torch.float32),
-    "dropout in float64": (lambda: torch.nn.Dropout(0.3), DOUBLE),
     "batch norm": (lambda: torch.nn.BatchNorm1d(VIDEO_TOKENS), torch.float32),
     "instance norm": (lambda: torch.nn.InstanceNorm1d(VIDEO_TOKENS, track_running_stats=True), torch.float32),
-    "int8": (lambda: Dequantized(torch.int8), torch.float32),
-    "uint8": (lambda: Dequantized(torch.uint8), BF16),
+    "int8": (Dequantized, BF16),
     "hooks in place": (hooked, torch.float32),
     "weight in place": (Clamped, torch.float32),
     "complex": (lambda: rotate, torch.float32),

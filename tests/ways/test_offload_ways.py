@@ -45,7 +45,7 @@ def device() -> Iterator[Simulated]:
 
 case = functools.partial
 WAYS: dict[str, Callable[..., None]] = {
-    "LoRA": case(fine_tuning.test_lora, "get_peft_model", "all-linear", 0.3, "after"),
+    "LoRA": case(fine_tuning.test_lora, "all-linear", 0.3, "after"),
     "layers in float8": case(fine_tuning.test_layerwise_casting, "before", "first"),
     "groups, on disk": case(swapped.test_group_offloading_to_disk, "block", "adapter", "blocks", True),
     "block swap": case(swapped.test_block_swap),
