@@ -55,6 +55,7 @@ def test_the_releases_that_documents_name_are_those_of_the_table() -> None:
         assert any(line.startswith(f"| {torch} | {diffusers} | 8 | 4 | yes | 8 | {saved} |") for line in lines), torch
 
 
+@pytest.mark.slow
 def test_a_backend_is_added_as_the_guide_says(tmp_path: Path) -> None:
     """All of its Python, one after the other, is a test file that passes."""
     blocks = code_blocks(GUIDE, "python")
