@@ -151,6 +151,8 @@ UNI_PC = {"scheduler": diffusers.UniPCMultistepScheduler()}
 HUNYUAN_VAE = Part(
     config=types.SimpleNamespace(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=16
 )
+OF_WAN = Compression(4, 8, 8)
+"""A pipeline without VAE takes it for that of Wan 2.1."""
 CHANNELS = ("in_channels", "out_channels")
 ROTARY_HEADS = {"attention_head_dim": 16}  # the fewest whose quarter and three eighths are even numbers
 
@@ -264,8 +266,8 @@ def test_inputs_are_those_of_the_pipeline(name: str) -> None:
     row = row_of(pipeline.model)
     model = model_for(pipeline.model, latents[0], **pipeline.changes).to(torch.bfloat16)
     video = small(row, model.config, latents, dtype=torch.bfloat16)
-    if name == "wan 5b":  # a pipeline without VAE takes it for that of Wan 2.1
-        video = dataclasses.replace(video, compression=Compression(4, 8, 8))
+    if name == "wan 5b":
+        video = dataclasses.replace(video, compression=OF_WAN)
     ours = row.video_inputs(model.config, video)
     theirs = pipeline.call(model, video)
     for arguments in (ours, theirs):
