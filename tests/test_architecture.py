@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,14 +121,14 @@ def test_the_rooms_are_those_of_the_design() -> None:
 
 
 def test_imports_run_only_downward() -> None:
-    wrong = []
-    for path in paths():
-        if room_of(path) in ENTRY_POINTS:
-            continue
-        mine = floor_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-        for line, name in imported(path):
-            if name.startswith("fastac.") and floor_of(name.removeprefix("fastac.")) > mine:
-                wrong.append(f"{where(path, line)} imports {name}")
+    wrong = [
+        f"{where(path, line)} imports {name}"
+        for path in paths()
+        if room_of(path) not in ENTRY_POINTS
+        for line, name in imported(path)
+        if name.startswith("fastac.")
+        if floor_of(name.removeprefix("fastac.")) > floor_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    ]
     assert not wrong, "not below it:\n" + "\n".join(wrong)
 
 
@@ -137,10 +139,9 @@ def test_private_names_of_torch_stand_in_modules_named_torch_private() -> None:
         names = list(imported(path))
         names += [(node.lineno, ast.unparse(node)) for node in nodes(path) if isinstance(node, ast.Attribute)]
         for line, name in names:
-            root, *parts = name.split(".")
-            if root != "torch" or not any(part.startswith("_") and not part.startswith("__") for part in parts):
+            if re.match(r"torch\.(.*\.)?_(?!_)", name) is None:
                 continue
-            documented = [known for known in PRIVATE_BUT_DOCUMENTED if name == known or name.startswith(known + ".")]
+            documented = [known for known in PRIVATE_BUT_DOCUMENTED if f"{name}.".startswith(f"{known}.")]
             used.update(documented)
             if not documented and "torch_private" not in (path.stem, path.parent.name):
                 wrong.append(f"{where(path, line)}: {name}")
@@ -150,32 +151,21 @@ def test_private_names_of_torch_stand_in_modules_named_torch_private() -> None:
 
 def test_only_the_catalogues_know_libraries_by_name() -> None:
     """And what reads them. A message may say who else does something; it decides nothing."""
-    wrong = []
-    for path in paths():
-        if room_of(path) in NAME_LIBRARIES | ENTRY_POINTS:
-            continue
-        for node in nodes(path):
-            words = [
-                getattr(node, "id", None),
-                getattr(node, "attr", None),
-                node.name if isinstance(node, ast.alias) else None,
-                getattr(node, "module", None),
-                node.value if isinstance(node, ast.Constant) else None,
-            ]
-            for word in words:
-                if isinstance(word, str) and " " not in word and any(library in word for library in LIBRARIES):
-                    wrong.append(f"{where(path, getattr(node, 'lineno', 0))}: {word}")
+    wrong = [
+        f"{where(path, getattr(node, 'lineno', 0))}: {word}"
+        for path in paths()
+        if room_of(path) not in NAME_LIBRARIES | ENTRY_POINTS
+        for node in nodes(path)
+        for word in [getattr(node, field, None) for field in ("id", "attr", "name", "module", "value")]
+        if isinstance(word, str) and " " not in word and any(library in word for library in LIBRARIES)
+    ]
     assert not wrong, "belongs into backends/ or models/:\n" + "\n".join(wrong)
 
 
 def test_no_class_name_stands_twice() -> None:
     """One name, one meaning; leading underscores do not tell classes apart."""
-    where_defined: dict[str, list[str]] = {}
-    for path in paths():
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                where_defined.setdefault(node.name.strip("_"), []).append(where(path, node.lineno))
-    assert not {name: places for name, places in where_defined.items() if len(places) > 1}
+    names = Counter(node.name.strip("_") for path in paths() for node in nodes(path) if isinstance(node, ast.ClassDef))
+    assert max(names.values()) == 1, names.most_common(3)
 
 
 def test_variables_are_named_by_their_noun() -> None:

@@ -35,7 +35,6 @@ TINY = (
 
 Run = Callable[..., Path]
 Refused = Callable[..., str]
-Snapshot = dict[str, bytes]
 
 
 def main(*arguments: object) -> int:
@@ -72,43 +71,35 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path, video: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     """Train in this process. Returns the run's folder."""
 
-    def run(*arguments: object, output: Path = tmp_path / "run") -> Path:
+    def run(*arguments: object, output: Path = tmp_path / "run", code: int = 0) -> Path:
         videos = () if "--video" in arguments else ("--video", video)
-        code = main(*videos, "--output", output, *arguments)
-        assert code == 0, capsys.readouterr().err
+        assert main(*videos, "--output", output, *arguments) == code, capsys.readouterr().err
         return output
 
     return run
 
 
 @pytest.fixture
-def refused(tmp_path: Path, video: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(run: Run, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Give bad input. Returns the one line on stderr."""
 
-    def refused(*arguments: object, output: Path = tmp_path / "run") -> str:
-        videos = () if "--video" in arguments else ("--video", video)
+    def refused(*arguments: object) -> str:
         capsys.readouterr()
-        code = main(*videos, "--output", output, *arguments)
-        error = capsys.readouterr().err
-        assert code == 2
+        run(*arguments, code=2)
+        (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith("train_wan.py: error: ")
-        assert error.endswith("\n")
-        assert error.count("\n") == 1, error
-        return error
+        return str(error)
 
     return refused
 
 
-def contents(folder: Path) -> Snapshot:
+def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(output: Path) -> list[float]:
-    return [entry["loss"] for entry in metrics(output)]
+def metrics(output: Path, *names: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in names or line} for line in lines]
 
 
 def weights(output: Path, step: int = 2) -> dict[str, torch.Tensor]:
@@ -124,10 +115,11 @@ def test_outputs_exist_and_parse(run: Run, video: Path, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert "WanTransformer3DModel: policy attn_only" in printed
     assert "4 in forward, 0 again in backward" in printed
-    assert losses(run("--steps", 4, "--policy", "full", output=tmp_path / "full")) == losses(output)
+    full = run("--steps", 4, "--policy", "full", output=tmp_path / "full")
+    assert metrics(full, "loss") == metrics(output, "loss")
     assert "4 in forward, 4 again in backward" in capsys.readouterr().out
     auto = run("--steps", 4, "--policy", "auto", "--memory", "1GiB", output=tmp_path / "auto")
-    assert losses(auto) == losses(output)
+    assert metrics(auto, "loss") == metrics(output, "loss")
     assert "no checkpointing" in capsys.readouterr().out
 
     lines = metrics(output)
@@ -185,9 +177,9 @@ def test_resumed_run_equals_uninterrupted_run(run: Run, tmp_path: Path) -> None:
     (stopped / "metrics.jsonl").write_text(kept + '{"step": 4, "lo')
 
     run(*arguments, "--resume", output=stopped)
-    for name in ("loss", "lr", "gradient_norm"):
-        assert [line[name] for line in metrics(stopped)] == [line[name] for line in metrics(whole)]
-    assert len(set(losses(whole))) == 5
+    names = ("loss", "lr", "gradient_norm")
+    assert metrics(stopped, *names) == metrics(whole, *names)
+    assert len({line["loss"] for line in metrics(whole)}) == 5
     assert all(torch.equal(tensor, weights(whole, 5)[name]) for name, tensor in weights(stopped, 5).items())
     assert (stopped / "loss.png").is_file()
 

@@ -29,25 +29,36 @@ class Diffuser(ModelMixin, ConfigMixin):
         self.bound = bound
         self.blocks = torch.nn.ModuleList(support.AttentionBlock() for _ in range(layers))
 
+    def call(self, block: Any, *args: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block.__call__ if self.bound else block, *args)
+        return block(*args)
+
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
-                video = self._gradient_checkpointing_func(block.__call__ if self.bound else block, video, text)
-            else:
-                video = block(video, text)
+            video = self.call(block, video, text)
         return video
 
 
 class CheckpointsItself(Diffuser):
     """Calls torch's checkpoint, whatever function it was given, as SimpleTuner does."""
 
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.gradient_checkpointing:
-                video = torch_checkpoint(block, video, text, use_reentrant=False)
-            else:
-                video = block(video, text)
-        return video
+    def call(self, block: Any, *args: torch.Tensor) -> Any:
+        return torch_checkpoint(block, *args, use_reentrant=False) if self.gradient_checkpointing else block(*args)
+
+
+class Caller(support.AttentionStack):
+    """Checkpoints its blocks itself, as the models of most trainers do."""
+
+    call: Callable[..., torch.Tensor]
+    forward = Diffuser.forward
+
+
+def caller(call: Callable[..., torch.Tensor]) -> Caller:
+    torch.manual_seed(0)
+    model = Caller()
+    model.call = call
+    return model
 
 
 def diffuser(kind: type[Diffuser] = Diffuser, **options: Any) -> Diffuser:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,19 +155,14 @@ def doubled(hook: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> An
     return (args[0] * 2, *args[1:]), kwargs
 
 
-def hooked(model: Nest, library: str) -> None:
+def hooked(model: Nest, library: str) -> Callable[[], None]:
+    """Add a hook to the first block. Returns what takes it away."""
     if library == "accelerate":
         add_hook_to_module(model.first, type("Doubling", (ModelHook,), {"pre_forward": doubled})())
-    else:
-        hook = type("Doubling", (DiffusersHook,), {"pre_forward": doubled})()
-        HookRegistry.check_if_exists_or_initialize(model.first).register_hook(hook, "doubling")
-
-
-def unhooked(model: Nest, library: str) -> None:
-    if library == "accelerate":
-        remove_hook_from_module(model.first)
-    else:
-        HookRegistry.check_if_exists_or_initialize(model.first).remove_hook("doubling")
+        return lambda: remove_hook_from_module(model.first)
+    hooks = HookRegistry.check_if_exists_or_initialize(model.first)
+    hooks.register_hook(type("Doubling", (DiffusersHook,), {"pre_forward": doubled})(), "doubling")
+    return lambda: hooks.remove_hook("doubling")
 
 
 LIBRARIES = pytest.mark.parametrize("library", ["accelerate", "diffusers"])
@@ -194,12 +191,12 @@ def test_hooks_after_enable(library: str) -> None:
     hooked(other, library)
     expected = train_step(other, inputs)
     fastac.enable(model, "full", blocks="first")
-    hooked(model, library)
+    unhook = hooked(model, library)
     for _ in range(2):
         assert executions_of(model, inputs, expected) == 10
         with pytest.raises(FastacError, match=r"Nest\.first was wrapped since"):
             fastac.disable(model)
-    unhooked(model, library)
+    unhook()
     fastac.disable(model)
     assert executions_of(model, inputs) == 8
 
@@ -207,9 +204,9 @@ def test_hooks_after_enable(library: str) -> None:
 def test_a_hook_that_takes_the_forward_along_is_noticed() -> None:
     """A hook that came before `enable` and is removed after it restores the forward that it found."""
     model, inputs = Nest(), stack_inputs()
-    hooked(model, "diffusers")
+    unhook = hooked(model, "diffusers")
     fastac.enable(model, blocks="first")
-    unhooked(model, "diffusers")
+    unhook()
     with pytest.raises(PolicyNotAppliedError, match="first"):
         train_step(model, inputs)
     fastac.enable(model, blocks="first")
@@ -280,45 +277,44 @@ def test_a_keyword_of_the_block_that_is_an_option_of_checkpoint_is_the_blocks(na
 FULL_AND_NONE = {"blocks.0": "none", "*": "full"}
 
 
+def replaced_forward(model: support.AttentionStack) -> None:
+    model.blocks[1].forward = support.AttentionBlock().forward
+
+
+def replaced_list(model: support.AttentionStack) -> None:
+    model.blocks = torch.nn.ModuleList([*model.blocks, support.AttentionBlock()])
+
+
+REPLACED, CAME = r"blocks\.1 .*replaced since fastac\.enable", r"blocks\.[02] \(AttentionBlock\).*enable again"
+CHANGES: dict[str, tuple[Any, Callable[[Any], object], str]] = {
+    "replaced": ("blocks", lambda model: operator.setitem(model.blocks, 1, support.AttentionBlock()), REPLACED),
+    "its forward": ("blocks", replaced_forward, REPLACED),
+    "appended": ("blocks", lambda model: model.blocks.append(support.AttentionBlock()), CAME),
+    "inserted": (["blocks.0", "blocks.1"], lambda model: model.blocks.insert(0, support.AttentionBlock()), CAME),
+    "another list": ("blocks", replaced_list, CAME),
+}
+"""What `enable` is given as blocks, what is done after it, and the error."""
+
+
 @pytest.mark.parametrize("policy", ["attn_only", "full", FULL_AND_NONE])
-@pytest.mark.parametrize("what", ["block", "forward"])
-def test_a_block_that_was_replaced_is_noticed(what: str, policy: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_blocks_that_came_after_enable(change: str, policy: Any) -> None:
+    """They would train without checkpointing; blocks that `enable` left out in the same list may."""
+    blocks, changed, message = CHANGES[change]
     model = support.stack()
-    fastac.enable(model, policy, blocks="blocks")
-    other = support.AttentionBlock()
-    if what == "block":
-        model.blocks[1] = other
-    else:
-        model.blocks[1].forward = other.forward
-    with pytest.raises(PolicyNotAppliedError, match=r"blocks\.1 .*replaced since fastac\.enable"):
-        train_step(model, stack_inputs())
-    report = fastac.report(model)
-    assert not report.active
-    assert "blocks.1" in report.problem
-    assert report.rows[0].blocks_full == 0
+    fastac.enable(model, policy, blocks=blocks)
+    train_step(model, stack_inputs())
+    changed(model)
+    for _ in range(2):
+        with pytest.raises(PolicyNotAppliedError, match=message):
+            train_step(model, stack_inputs())
+    if message == REPLACED:
+        report = fastac.report(model)
+        assert (report.active, report.rows[0].blocks_full) == (False, 0)
+        assert "blocks.1" in report.problem
     fastac.enable(model, blocks="blocks")
     train_step(model, stack_inputs())
     del model.blocks[0]  # a stage of a pipeline
-    train_step(model, stack_inputs())
-
-
-@pytest.mark.parametrize("policy", ["attn_only", "full"])
-@pytest.mark.parametrize(
-    ("how", "blocks"), [("appended", "blocks"), ("inserted", ["blocks.0", "blocks.1"]), ("another list", "blocks")]
-)
-def test_blocks_that_came_after_enable(how: str, blocks: Any, policy: str) -> None:
-    """They would train without checkpointing; blocks that `enable` left out in the same list may."""
-    model, new = support.stack(layers=3), support.AttentionBlock()
-    fastac.enable(model, policy, blocks=blocks)
-    train_step(model, stack_inputs())
-    if how == "another list":
-        model.blocks = torch.nn.ModuleList([*model.blocks, new])
-    else:
-        model.blocks.insert(3 if how == "appended" else 0, new)
-    for _ in range(2):
-        with pytest.raises(PolicyNotAppliedError, match=r"blocks\.[03] \(AttentionBlock\).*enable again"):
-            train_step(model, stack_inputs())
-    fastac.enable(model, blocks="blocks")
     train_step(model, stack_inputs())
 
 
@@ -351,15 +347,11 @@ def test_a_list_whose_blocks_are_not_called(caplog: pytest.LogCaptureFixture) ->
 # Copies of blocks without their model
 
 
-def control_branch(model: torch.nn.Module, copied: Any) -> torch.nn.ModuleList:
-    """Trainable copies of the first blocks, as a ControlNet has them."""
-    return torch.nn.ModuleList([copied(model.blocks[0]), copied(model.blocks[1])])
-
-
-class Control(support.AttentionStack):
-    def __init__(self, blocks: torch.nn.ModuleList) -> None:
-        super().__init__(0)
-        self.blocks = blocks
+def control_of(model: torch.nn.Module, copied: Callable[[Any], Any] = copy.copy) -> support.AttentionStack:
+    """Trainable copies of the first blocks of a model, as a ControlNet has them."""
+    control = support.stack()
+    control.blocks = torch.nn.ModuleList([copied(block) for block in model.blocks])
+    return control
 
 
 def with_modules_of_its_own(block: Any) -> Any:
@@ -380,12 +372,12 @@ def with_a_dict_of_its_own(block: Any) -> Any:
 COPIES = (copy.deepcopy, support.pickled, with_modules_of_its_own, with_a_dict_of_its_own)
 
 
-def halved_and_plain(control: Control) -> Control:
+def halved_and_plain(control: Any) -> support.AttentionStack:
     """Halve the weights of a control branch. Returns one that was never enabled, with these weights."""
     with torch.no_grad():
         for parameter in control.parameters():
             parameter.mul_(0.5)
-    plain = Control(torch.nn.ModuleList(support.AttentionBlock() for _ in range(2)))
+    plain = support.stack()
     plain.load_state_dict(control.state_dict())
     return plain
 
@@ -398,7 +390,7 @@ def test_copies_of_blocks(copied: Any, policy: Any) -> None:
     executions = {"attn_only": 4, "full": 8}.get(str(policy), 6)
     fastac.enable(model, policy, blocks="blocks")
     assert executions_of(model, inputs) == executions
-    control = Control(control_branch(model, copied))
+    control = control_of(model, copied)
     plain = halved_and_plain(control)
     expected = train_step(plain, inputs)
     with torch.no_grad():
@@ -408,7 +400,7 @@ def test_copies_of_blocks(copied: Any, policy: Any) -> None:
     fastac.disable(control)
     assert all("forward" not in vars(block) for block in control.blocks)
     assert executions_of(control, inputs, expected) == 4
-    control = Control(control_branch(model, copied))
+    control = control_of(model, copied)
     control.load_state_dict(plain.state_dict())
     fastac.enable(control, "full", blocks="blocks")
     assert executions_of(control, inputs, expected) == 8, "one checkpoint, not one inside another"
@@ -432,19 +424,15 @@ def test_a_copy_of_a_block_carries_no_model() -> None:
     assert sizes[1] <= sizes[0] + 100
 
 
-@pytest.mark.parametrize("around", [lambda model: [model.blocks[1], model], torch.nn.Sequential, lambda model: model])
+@pytest.mark.parametrize("around", [lambda model: [model.blocks[1], model], lambda model: [model]])
 def test_copies_with_their_model_are_enabled(around: Any) -> None:
     model, inputs = support.stack(), stack_inputs()
     fastac.enable(model, "attn_only", blocks="blocks")
-    (copied,) = (part for part in around_parts(copy.deepcopy(around(model))) if hasattr(part, "blocks"))
+    *_, copied = copy.deepcopy(around(model))
     copied.blocks[0] = support.AttentionBlock()
     with pytest.raises(PolicyNotAppliedError, match="replaced since"):
         train_step(copied, inputs)
     assert executions_of(model, inputs) == 4
-
-
-def around_parts(found: Any) -> list[Any]:
-    return [*found.modules()] if isinstance(found, torch.nn.Module) else list(found)
 
 
 class Counting(support.AttentionBlock):
@@ -481,7 +469,7 @@ def test_a_shallow_copy_has_a_state_of_its_own() -> None:
     policy, inputs = fastac.Policy("attn_only", linear=("ffn.0",)), stack_inputs()
     model = support.stack(policy=policy)
     train_step(model, inputs)
-    control = Control(control_branch(model, copy.copy))
+    control = control_of(model)
     for block in control.blocks:
         vars(block)["_modules"] = support.AttentionBlock()._modules
     control.policy = policy
@@ -492,5 +480,5 @@ def test_a_shallow_copy_has_a_state_of_its_own() -> None:
 def test_a_copy_of_a_compiled_block_is_not_compiled() -> None:
     model, inputs = support.stack(), stack_inputs()
     fastac.compile(model, "attn_only", blocks="blocks", backend="eager")
-    control = Control(control_branch(model, with_modules_of_its_own))
+    control = control_of(model, with_modules_of_its_own)
     assert executions_of(control, inputs, train_step(halved_and_plain(control), inputs)) == 4

@@ -25,23 +25,14 @@ from tests import support
 from tests.model_state import state_of
 from tests.support import assert_same, executions_of, pickled, train_step
 
-SIZES = {
-    "vocab_size": 16,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def made(kind: str) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=32, **COUNTS)).train()
     if kind.startswith("activated LoRA"):  # whose offsets are known to hooks that go when the model's forward ends
-        config = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, alora_invocation_tokens=[3, 4], target_modules=["q_proj", "v_proj"]
-        )
+        config = peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[3, 4], target_modules=["q_proj"])
         model = peft.get_peft_model(model, config)
         if kind.endswith("inputs"):
             model.enable_input_require_grads()

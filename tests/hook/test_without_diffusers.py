@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 STEPS = """if True:
     import sys, torch
     sys.modules |= {"diffusers": None, "einops": None}
@@ -33,6 +35,7 @@ STEPS = """if True:
 """
 
 
+@pytest.mark.slow
 def test_enable_verify_report_plan_and_the_commands() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

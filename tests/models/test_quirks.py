@@ -3,70 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import fastac
 from tests import support
-from tests.support import CPU_ATTENTION, assert_same, train_step
-
-Inputs = dict[str, Any]
-Change = Callable[[Inputs], Inputs]
-
-
-def in_turn(
-    name: str,
-    steps: list[tuple[Change, int]],
-    executions: Counter[str],
-    **changes: Any,
-) -> None:
-    """Train one enabled model on changed inputs, one after the other, each compared with a model without checkpointing.
-
-    steps: what is changed, and attention calls of the forward.
-    """
-    model, _ = support.build(name, **changes)
-    fastac.enable(model)
-    for change, forward in steps:
-        plain, inputs = support.build(name, **changes)
-        inputs = change(inputs)
-        expected = train_step(plain, inputs)
-        executions.clear()
-        assert_same(train_step(model, inputs), expected)
-        assert executions == {CPU_ATTENTION: forward}
-
-
-def same(inputs: Inputs) -> Inputs:
-    return inputs
-
-
-def changed(**changes: Any) -> Change:
-    return lambda inputs: inputs | changes
-
-
-def without(argument: str) -> Change:
-    return lambda inputs: {name: value for name, value in inputs.items() if name != argument}
+from tests.support import executions_of, train_step
 
 
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
         # Between video and sound, where there is sound.
-        ("LTX2VideoTransformer3DModel", (same, 12), (changed(isolate_modalities=True), 8)),
-        ("Kandinsky6Transformer3DModel", (without("audio_hidden_states"), 6), (same, 14)),
+        ("LTX2VideoTransformer3DModel", ({}, 12), ({"isolate_modalities": True}, 8)),
+        ("Kandinsky6Transformer3DModel", ({"audio_hidden_states": None}, 6), ({}, 14)),
         # Temporal blocks can be switched off.
-        ("LatteTransformer3DModel", (same, 6), (changed(enable_temporal_attentions=False), 4)),
+        ("LatteTransformer3DModel", ({}, 6), ({"enable_temporal_attentions": False}, 4)),
         # In every second block; without a camera that attends once less.
-        ("SanaWMTransformer3DModel", (same, 8), (without("camera_conditions"), 6)),
+        ("SanaWMTransformer3DModel", ({}, 8), ({"camera_conditions": None}, 6)),
     ],
 )
-def test_blocks_that_attend_now_and_then(
-    name: str, first: tuple[Change, int], second: tuple[Change, int], attention_executions: Counter[str]
-) -> None:
-    """In steps of the same model: all that was to be saved is saved, and nothing is amiss."""
+def test_blocks_that_attend_now_and_then(name: str, first: Any, second: Any) -> None:
+    """In steps of one model: all that was to be saved is saved, and nothing is amiss.
+
+    first, second: what is changed in the inputs, and attention calls of the forward.
+    """
     changes = {"num_layers": 4} if name.startswith("Sana") else {}
-    in_turn(name, [first, second, first], attention_executions, **changes)
+    model, _ = support.build(name, **changes)
+    fastac.enable(model)
+    for changed, forward in (first, second, first):
+        plain, inputs = support.build(name, **changes)
+        inputs = {key: value for key, value in (inputs | changed).items() if value is not None}
+        assert executions_of(model, inputs, train_step(plain, inputs)) == forward
 
 
 def test_a_backend_that_is_set_and_ignored(attention_executions: Counter[str]) -> None:

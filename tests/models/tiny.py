@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -12,17 +15,60 @@ import torch
 
 from fastac.models.published import cast, fill_zeros
 
+NAMES_BY_SIZE = {
+    1: "LFE_depth LFE_num_id_token LFE_num_scale latent_patch_size mmdit_layers num_decoder_layers num_key_value_heads "
+    "num_kv_heads num_layerwise_text_blocks num_refiner_text_blocks num_text_blocks",
+    2: "LFE_num_heads LFE_num_querie audio_num_attention_heads cross_attn_num_heads face_encoder_num_heads "
+    "full_chunk_limit inject_face_latents_blocks latent_channel num_attention_heads num_cross_attention_heads "
+    "num_embodiment_domains num_heads num_hidden_layers num_layers num_single_layers num_text_layers num_visual_blocks "
+    "patch_latent_dim rope_freq_dim softmax_every_n text_num_attention_heads text_num_key_value_heads time_embed_dim "
+    "video_length",
+    3: "action_dim motion_dim sound_dim",
+    4: "LFE_dim_head LFE_vit_dim adaln_lora_dim audio_attention_head_dim audio_in_channels audio_out_channels "
+    "cross_attn_dim_head in_audio_dim in_channels in_visual_dim latent_channels motion_style_dim out_audio_dim "
+    "out_channels out_dim out_visual_dim vocab_size",
+    6: "LFE_id_dim chunk_plucker_channels face_encoder_hidden_dim head_dim motion_encoder_dim",
+    8: "audio_cross_attention_dim in_text_dim2 max_text_seq_length motion_encoder_size multiple_of "
+    "pooled_projection_dim sample_size text_len",
+    10: "LFE_output_dim",
+    12: "attention_head_dim cap_feat_dim cross_attention_head_dim image_embed_dim in_dim text_embed_dim_t5 "
+    "vace_in_channels",
+    16: "caption_channels cross_attention_dim dim image_proj_dim linear_head_dim model_dim text_dim text_embed_dim "
+    "text_hidden_dim text_intermediate_size time_dim timestep_embed_dim",
+    24: "hidden_size in_text_dim intermediate_size time_embed_hidden_dim",
+    32: "ff_dim ffn_dim freq_dim rope_max_seq_len",
+    1000: "num_embeds_ada_norm",
+}
+SIZES = {name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()}
+"""Parameter of a class -> its size, in every class that has it."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tiny:
-    """config: keyword arguments of the class. inputs: makes those of one call, from the standard normal distribution.
+    """name: of a class, and behind a colon the way to use it where there are several.
 
-    flex: its self-attention is flex_attention, which has no backward on a CPU: tests/backends/flex_on_cpu.py adds one.
+    inputs: makes those of one call, from the standard normal distribution. more: of the configuration, beside SIZES or
+    in their place. flex: its self-attention is flex_attention, which has no backward on a CPU:
+    tests/backends/flex_on_cpu.py adds one.
     """
 
-    config: Mapping[str, Any]
+    name: str
     inputs: Callable[[], dict[str, Any]]
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flex: bool = False
+
+    @property
+    def kind(self) -> Any:
+        """The class, or None where this diffusers lacks it."""
+        import diffusers  # not before a test has put kernels where diffusers looks for them
+
+        return getattr(diffusers, self.name.partition(":")[0], None)
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """Keyword arguments of the class."""
+        parameters = inspect.signature(self.kind).parameters
+        return {name: size for name, size in SIZES.items() if name in parameters} | self.more
 
 
 TIMES = re.compile("timestep|guidance")
@@ -42,15 +88,12 @@ def tiny_model(
     and require grad, but for those of arguments that TIMES names, which get the dtype alone, and of those that PLACES
     names, which stay as they are: a mask that requires grad would decompose attention.
     """
-    import diffusers  # not before a test has put kernels where diffusers looks for them
-
     tiny = (TINY | IMAGES)[name]
-    kind = getattr(diffusers, name.partition(":")[0], None)
-    if kind is None:  # what the catalogue has must be there, and more: test_every_class
-        pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
+    if tiny.kind is None:  # what the catalogue has must be there, and more: test_every_class
+        pytest.skip(f"diffusers {version('diffusers')} has no {name}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kind(**{**tiny.config, **changes}).train()
+        model = tiny.kind(**{**tiny.config, **changes}).train()
         fill_zeros(model)
         inputs = tiny.inputs()
     for argument, value in inputs.items():
@@ -95,23 +138,6 @@ def _cogvideox_video(**more: Any) -> dict[str, Any]:
     return _video((2, 2, 4, 8, 8), (8, 8), **more)
 
 
-HEADS = {"num_attention_heads": 2, "num_layers": 2}
-HEADS_OF_8 = HEADS | {"attention_head_dim": 8}
-SMALL = HEADS | {"in_channels": 4, "out_channels": 4}
-SMALL_OF_8 = HEADS_OF_8 | SMALL
-
-WAN = SMALL | {
-    "patch_size": (1, 2, 2),
-    "attention_head_dim": 12,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "rope_max_seq_len": 32,
-}
-
-WAN_IMAGE = {"image_dim": 16, "added_kv_proj_dim": 24}
-
-
 def _wan_animate_reference() -> dict[str, Any]:
     from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
@@ -128,38 +154,10 @@ def _wan_animate_reference() -> dict[str, Any]:
     }
 
 
-HELIOS = {name: value for name, value in WAN.items() if name != "rope_max_seq_len"}
-
-HUNYUAN = SMALL_OF_8 | {
-    "num_refiner_layers": 1,
-    "text_embed_dim": 16,
-    "rope_axes_dim": (2, 2, 4),
-}
-
-HUNYUAN_TWO_STREAMS = HUNYUAN | {"num_single_layers": 2, "pooled_projection_dim": 8}
-
-COGVIDEOX = SMALL_OF_8 | {
-    "time_embed_dim": 2,
-    "text_embed_dim": 8,
-    "sample_width": 8,
-    "sample_height": 8,
-    "sample_frames": 5,
-    "max_text_seq_length": 8,
-}
-
-
 def _cogvideox_rotary() -> dict[str, Any]:
     angles = torch.arange(16.0).unsqueeze(1) / torch.tensor([1, 1, 10, 10, 100, 100, 1000, 1000])
     return _cogvideox_video(image_rotary_emb=(angles.cos(), angles.sin()))
 
-
-COSMOS = SMALL | {
-    "attention_head_dim": 12,
-    "text_embed_dim": 16,
-    "adaln_lora_dim": 4,
-    "max_size": (4, 32, 32),
-    "concat_padding_mask": False,  # it is resized by torchvision, which need not be there
-}
 
 COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION = 4, 16, 2, 2
 
@@ -209,17 +207,6 @@ def _sana_camera() -> dict[str, Any]:
     }
 
 
-KANDINSKY = {
-    "in_visual_dim": 4,
-    "out_visual_dim": 4,
-    "time_dim": 16,
-    "model_dim": 16,
-    "ff_dim": 32,
-    "num_visual_blocks": 2,
-    "axes_dims": (4, 2, 2),
-}
-KANDINSKY_WITH_TEXT = KANDINSKY | {"in_text_dim": 24, "in_text_dim2": 8, "num_text_blocks": 1}
-
 MINIMAX_TEXT, MINIMAX_AUDIO, MINIMAX_VIDEO = 4, 6, 16
 
 
@@ -240,38 +227,38 @@ def _minimax_audio_and_video() -> dict[str, Any]:
     }
 
 
-TINY = {
-    "WanTransformer3DModel": Tiny(WAN, lambda: _video((1, 4, 2, 16, 16))),
-    "WanTransformer3DModel:i2v": Tiny(
-        WAN | WAN_IMAGE, lambda: _video(text=(512, 16), encoder_hidden_states_image=torch.randn(1, 5, 16))
+HEADS_OF_8 = {"attention_head_dim": 8}
+HUNYUAN = HEADS_OF_8 | {"num_refiner_layers": 1, "rope_axes_dim": (2, 2, 4)}
+COGVIDEOX = HEADS_OF_8 | {"text_embed_dim": 8, "sample_width": 8, "sample_height": 8, "sample_frames": 5}
+COSMOS = {
+    "max_size": (4, 32, 32),
+    "concat_padding_mask": False,  # it is resized by torchvision, which need not be there
+}
+KANDINSKY = {"axes_dims": (4, 2, 2)}
+
+VIDEOS = (
+    Tiny("WanTransformer3DModel", lambda: _video((1, 4, 2, 16, 16))),
+    Tiny(
+        "WanTransformer3DModel:i2v",
+        lambda: _video(text=(512, 16), encoder_hidden_states_image=torch.randn(1, 5, 16)),
+        {"image_dim": 16, "added_kv_proj_dim": 24},
     ),
-    "WanVACETransformer3DModel": Tiny(
-        WAN | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12},
+    Tiny(
+        "WanVACETransformer3DModel",
         lambda: _video(control_hidden_states=torch.randn(1, 12, 2, 8, 8)),
+        {"num_layers": 4, "vace_layers": [0, 2]},
     ),
-    "ChronoEditTransformer3DModel": Tiny(WAN, _video),
-    "SkyReelsV2Transformer3DModel": Tiny(WAN, _video),
-    "SkyReelsV2Transformer3DModel:diffusion_forcing": Tiny(
-        WAN | {"num_frame_per_block": 2, "inject_sample_info": True},
+    Tiny("ChronoEditTransformer3DModel", _video),
+    Tiny("SkyReelsV2Transformer3DModel", _video),
+    Tiny(
+        "SkyReelsV2Transformer3DModel:diffusion_forcing",
         lambda: _video(
             (1, 4, 4, 8, 8), timestep=torch.tensor([[500, 500, 300, 300]]), enable_diffusion_forcing=True, fps=[1]
         ),
+        {"num_frame_per_block": 2, "inject_sample_info": True},
     ),
-    "WanAnimateTransformer3DModel": Tiny(
-        WAN
-        | {
-            "in_channels": 12,
-            "latent_channels": 4,
-            "image_dim": 16,
-            "motion_encoder_channel_sizes": {"4": 4, "8": 4},
-            "motion_encoder_size": 8,
-            "motion_style_dim": 4,
-            "motion_dim": 3,
-            "motion_encoder_dim": 6,
-            "face_encoder_hidden_dim": 6,
-            "face_encoder_num_heads": 2,
-            "inject_face_latents_blocks": 2,
-        },
+    Tiny(
+        "WanAnimateTransformer3DModel",
         lambda: _video(
             (1, 12, 3, 8, 8),
             (8, 16),
@@ -279,26 +266,15 @@ TINY = {
             pose_hidden_states=torch.randn(1, 4, 2, 8, 8),
             face_pixel_values=torch.randn(1, 3, 5, 8, 8),
         ),
+        {"in_channels": 12, "image_dim": 16, "motion_encoder_channel_sizes": {"4": 4, "8": 4}},
     ),
-    "WanAnimate2Transformer3DModel": Tiny(
-        {
-            "text_len": 8,
-            "in_dim": 12,
-            "dim": 16,
-            "ffn_dim": 32,
-            "freq_dim": 32,
-            "text_dim": 16,
-            "out_dim": 4,
-            "num_heads": 2,
-            "num_layers": 2,
-        },
-        _wan_animate_reference,
+    Tiny("WanAnimate2Transformer3DModel", _wan_animate_reference),
+    Tiny(
+        "AnyFlowTransformer3DModel",
+        lambda: _video((1, 2, 4, 8, 8), timestep=torch.full((1, 2), 500.0), r_timestep=torch.full((1, 2), 250.0)),
     ),
-    "AnyFlowTransformer3DModel": Tiny(
-        WAN, lambda: _video((1, 2, 4, 8, 8), timestep=torch.full((1, 2), 500.0), r_timestep=torch.full((1, 2), 250.0))
-    ),
-    "AnyFlowFARTransformer3DModel": Tiny(
-        WAN | {"full_chunk_limit": 2},
+    Tiny(
+        "AnyFlowFARTransformer3DModel",
         lambda: _video(
             (1, 3, 4, 8, 8),
             timestep=torch.full((1, 3), 500.0),
@@ -309,8 +285,8 @@ TINY = {
         ),
         flex=True,
     ),
-    "HeliosTransformer3DModel": Tiny(
-        HELIOS | {"rope_dim": (4, 4, 4)},
+    Tiny(
+        "HeliosTransformer3DModel",
         lambda: _video(
             indices_hidden_states=torch.arange(7, 9)[None],
             indices_latents_history_short=torch.arange(6, 7)[None],
@@ -320,24 +296,17 @@ TINY = {
             latents_history_mid=torch.randn(1, 4, 2, 8, 8),
             latents_history_long=torch.randn(1, 4, 4, 8, 8),
         ),
+        {"rope_dim": (4, 4, 4)},
     ),
-    "LTXVideoTransformer3DModel": Tiny(
-        SMALL_OF_8 | {"cross_attention_dim": 16, "caption_channels": 16},
+    Tiny(
+        "LTXVideoTransformer3DModel",
         lambda: _video(
             (2, 2 * 8 * 8, 4), (16, 16), encoder_attention_mask=_valid(16, 12, 12), num_frames=2, height=8, width=8
         ),
+        HEADS_OF_8,
     ),
-    "LTX2VideoTransformer3DModel": Tiny(
-        SMALL_OF_8
-        | {
-            "cross_attention_dim": 16,
-            "audio_in_channels": 4,
-            "audio_out_channels": 4,
-            "audio_num_attention_heads": 2,
-            "audio_attention_head_dim": 4,
-            "audio_cross_attention_dim": 8,
-            "caption_channels": 16,
-        },
+    Tiny(
+        "LTX2VideoTransformer3DModel",
         lambda: _video(
             (2, 2 * 4 * 4, 4),
             (16, 16),
@@ -350,13 +319,16 @@ TINY = {
             width=4,
             audio_num_frames=9,
         ),
+        HEADS_OF_8,
     ),
-    "HunyuanVideoTransformer3DModel": Tiny(HUNYUAN_TWO_STREAMS, _hunyuan_video),
-    "HunyuanVideoTransformer3DModel:token_replace": Tiny(
-        HUNYUAN_TWO_STREAMS | {"image_condition_type": "token_replace"}, _hunyuan_video
+    Tiny("HunyuanVideoTransformer3DModel", _hunyuan_video, HUNYUAN),
+    Tiny(
+        "HunyuanVideoTransformer3DModel:token_replace",
+        _hunyuan_video,
+        HUNYUAN | {"image_condition_type": "token_replace"},
     ),
-    "HunyuanVideo15Transformer3DModel": Tiny(
-        HUNYUAN | {"text_embed_2_dim": 10, "image_embed_dim": 12},
+    Tiny(
+        "HunyuanVideo15Transformer3DModel",
         lambda: _video(
             (1, 4, 2, 4, 4),
             (6, 16),
@@ -366,9 +338,10 @@ TINY = {
             encoder_attention_mask_2=_valid(4, 3),
             image_embeds=torch.randn(1, 3, 12),
         ),
+        HUNYUAN | {"text_embed_2_dim": 10},
     ),
-    "HunyuanVideoFramepackTransformer3DModel": Tiny(
-        HUNYUAN_TWO_STREAMS | {"has_image_proj": True, "image_proj_dim": 16, "has_clean_x_embedder": True},
+    Tiny(
+        "HunyuanVideoFramepackTransformer3DModel",
         lambda: _hunyuan_video(
             (1, 4, 3, 4, 4),
             image_embeds=torch.randn(1, 4, 16),
@@ -380,47 +353,33 @@ TINY = {
             latents_history_4x=torch.randn(1, 4, 8, 4, 4),
             indices_latents_history_4x=torch.arange(1, 9),
         ),
+        HUNYUAN | {"has_image_proj": True, "has_clean_x_embedder": True},
     ),
-    "CogVideoXTransformer3DModel": Tiny(COGVIDEOX, _cogvideox_video),
-    "CogVideoXTransformer3DModel:1.5": Tiny(
-        COGVIDEOX | {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True},
+    Tiny("CogVideoXTransformer3DModel", _cogvideox_video, COGVIDEOX),
+    Tiny(
+        "CogVideoXTransformer3DModel:1.5",
         _cogvideox_rotary,
+        COGVIDEOX | {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True},
     ),
-    "ConsisIDTransformer3DModel": Tiny(
-        COGVIDEOX
-        | {
-            "is_train_face": True,
-            "cross_attn_dim_head": 4,
-            "cross_attn_num_heads": 2,
-            "LFE_id_dim": 6,
-            "LFE_vit_dim": 4,
-            "LFE_depth": 1,
-            "LFE_dim_head": 4,
-            "LFE_num_heads": 2,
-            "LFE_num_id_token": 1,
-            "LFE_num_querie": 2,
-            "LFE_output_dim": 10,
-            "LFE_num_scale": 1,
-        },
+    Tiny(
+        "ConsisIDTransformer3DModel",
         lambda: _cogvideox_video(id_cond=torch.randn(2, 6), id_vit_hidden=[torch.randn(2, 3, 4)]),
+        COGVIDEOX | {"is_train_face": True},
     ),
-    "MochiTransformer3DModel": Tiny(
-        HEADS_OF_8
-        | {
-            "pooled_projection_dim": 16,
-            "in_channels": 4,
-            "text_embed_dim": 16,
-            "time_embed_dim": 4,
-        },
+    Tiny(
+        "MochiTransformer3DModel",
         lambda: _video((2, 4, 2, 8, 8), (16, 16), encoder_attention_mask=_valid(16, 12, 8)),
+        HEADS_OF_8 | {"pooled_projection_dim": 16, "time_embed_dim": 4},
     ),
-    "AllegroTransformer3DModel": Tiny(
-        HEADS_OF_8 | {"cross_attention_dim": 16, "caption_channels": 8},
+    Tiny(
+        "AllegroTransformer3DModel",
         lambda: _video((2, 4, 2, 8, 8), (16, 8), encoder_attention_mask=_valid(16, 12, 8)),
+        HEADS_OF_8 | {"caption_channels": 8},
     ),
-    "LatteTransformer3DModel": Tiny(
-        SMALL
-        | {
+    Tiny(
+        "LatteTransformer3DModel",
+        lambda: _video((1, 4, 2, 16, 16), (8, 8)),
+        {
             "attention_head_dim": 4,
             "out_channels": 8,
             "cross_attention_dim": 8,
@@ -428,28 +387,25 @@ TINY = {
             "sample_size": 16,
             "patch_size": 2,
             "activation_fn": "gelu-approximate",
-            "num_embeds_ada_norm": 1000,
             "norm_type": "ada_norm_single",
             "norm_elementwise_affine": False,
             "caption_channels": 8,
-            "video_length": 2,
         },
-        lambda: _video((1, 4, 2, 16, 16), (8, 8)),
     ),
-    "EasyAnimateTransformer3DModel": Tiny(
-        SMALL
-        | {
-            "attention_head_dim": 16,
-            "patch_size": 2,
-            "mmdit_layers": 1,
-            "time_embed_dim": 8,
-            "text_embed_dim": 16,
-            "text_embed_dim_t5": 12,
-        },
+    Tiny(
+        "EasyAnimateTransformer3DModel",
         lambda: _video((2, 4, 2, 8, 8), (8, 16), encoder_hidden_states_t5=torch.randn(2, 4, 12)),
+        {"attention_head_dim": 16, "patch_size": 2, "time_embed_dim": 8},
     ),
-    "CosmosTransformer3DModel": Tiny(COSMOS, lambda: _video(attention_mask=_valid(12, 8), fps=30)),
-    "CosmosTransformer3DModel:2.5": Tiny(
+    Tiny("CosmosTransformer3DModel", lambda: _video(attention_mask=_valid(12, 8), fps=30), COSMOS),
+    Tiny(
+        "CosmosTransformer3DModel:2.5",
+        lambda: _video(
+            timestep=torch.full((1, 1, 2, 1, 1), 500),
+            encoder_hidden_states=(torch.randn(1, 12, 20), torch.randn(1, 4, 10)),
+            attention_mask=None,
+            fps=30,
+        ),
         COSMOS
         | {
             "extra_pos_embed_type": None,
@@ -459,61 +415,18 @@ TINY = {
             "img_context_dim_in": 10,
             "img_context_dim_out": 24,
         },
-        lambda: _video(
-            timestep=torch.full((1, 1, 2, 1, 1), 500),
-            encoder_hidden_states=(torch.randn(1, 12, 20), torch.randn(1, 4, 10)),
-            attention_mask=None,
-            fps=30,
-        ),
     ),
-    "Cosmos3OmniTransformer": Tiny(
-        {
-            "head_dim": 6,
-            "hidden_size": 12,
-            "intermediate_size": 24,
-            "latent_channel": 2,
-            "latent_patch_size": 1,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 1,
-            "patch_latent_dim": 2,
-            "action_dim": 3,
-            "action_gen": True,
-            "num_embodiment_domains": 2,
-            "sound_dim": 3,
-            "sound_gen": True,
-            "vocab_size": COSMOS_TEXT,
-            "rope_axes_dim": (1, 1, 1),
-        },
+    Tiny(
+        "Cosmos3OmniTransformer",
         _cosmos_omni,
+        {"hidden_size": 12, "action_gen": True, "sound_gen": True, "rope_axes_dim": (1, 1, 1)},
     ),
-    "SanaVideoTransformer3DModel": Tiny(
-        SMALL
-        | {
-            "attention_head_dim": 12,
-            "num_cross_attention_heads": 2,
-            "cross_attention_head_dim": 12,
-            "cross_attention_dim": 24,
-            "caption_channels": 16,
-            "sample_size": 8,
-            "rope_max_seq_len": 32,
-        },
-        lambda: _video(encoder_attention_mask=_valid(12, 8)),
+    Tiny(
+        "SanaVideoTransformer3DModel", lambda: _video(encoder_attention_mask=_valid(12, 8)), {"cross_attention_dim": 24}
     ),
-    "SanaWMTransformer3DModel": Tiny(
-        HEADS
-        | {
-            "in_channels": 4,
-            "hidden_size": 32,
-            "softmax_every_n": 2,
-            "linear_head_dim": 16,
-            "chunk_plucker_channels": 6,
-            "caption_channels": 16,
-        },
-        _sana_camera,
-    ),
-    "Kandinsky5Transformer3DModel": Tiny(
-        KANDINSKY_WITH_TEXT,
+    Tiny("SanaWMTransformer3DModel", _sana_camera, {"hidden_size": 32}),
+    Tiny(
+        "Kandinsky5Transformer3DModel",
         lambda: _video(
             (1, 2, 8, 8, 4),
             (6, 24),
@@ -522,9 +435,10 @@ TINY = {
             visual_rope_pos=[torch.arange(2), torch.arange(4), torch.arange(4)],
             text_rope_pos=torch.arange(6),
         ),
+        KANDINSKY,
     ),
-    "Kandinsky6Transformer3DModel": Tiny(
-        KANDINSKY_WITH_TEXT | {"in_audio_dim": 4, "out_audio_dim": 4},
+    Tiny(
+        "Kandinsky6Transformer3DModel",
         lambda: _video(
             (1, 2, 8, 8, 9),
             (6, 24),
@@ -533,45 +447,32 @@ TINY = {
             audio_hidden_states=torch.randn(1, 5, 4),
             encoder_attention_mask=_valid(6, 4),
         ),
-    ),
-    "Kandinsky6SRTransformer3DModel": Tiny(
         KANDINSKY,
+    ),
+    Tiny(
+        "Kandinsky6SRTransformer3DModel",
         lambda: {"hidden_states": torch.randn(1, 1, 16, 16, 9), "timestep": torch.tensor([500.0])},
+        KANDINSKY,
         flex=True,
     ),
-    "MotifVideoTransformer3DModel": Tiny(
-        SMALL
-        | {
+    Tiny(
+        "MotifVideoTransformer3DModel",
+        lambda: _video((1, 9, 2, 8, 8), encoder_attention_mask=_valid(12, 8), image_embeds=torch.randn(1, 3, 10)),
+        {
             "in_channels": 9,
-            "attention_head_dim": 12,
-            "num_single_layers": 2,
-            "num_decoder_layers": 1,
-            "text_embed_dim": 16,
             "image_embed_dim": 10,
             "rope_axes_dim": (4, 4, 4),
             "enable_text_cross_attention_dual": True,
             "enable_text_cross_attention_single": True,
         },
-        lambda: _video((1, 9, 2, 8, 8), encoder_attention_mask=_valid(12, 8), image_embeds=torch.randn(1, 3, 10)),
     ),
-    "MiniMaxH3Transformer3DModel": Tiny(
-        HEADS
-        | {
-            "attention_head_dim": 16,
-            "hidden_size": 24,
-            "ffn_dim": 32,
-            "in_channels": 4,
-            "audio_in_channels": 6,
-            "text_dim": 8,
-            "freq_dim": 8,
-            "time_embed_hidden_dim": 24,
-            "time_embed_dim": 16,
-            "rope_freq_dim": 2,
-        },
+    Tiny(
+        "MiniMaxH3Transformer3DModel",
         _minimax_audio_and_video,
+        {"attention_head_dim": 16, "audio_in_channels": 6, "text_dim": 8, "freq_dim": 8, "time_embed_dim": 16},
     ),
-}
-"""Class, and behind a colon the way to use it where there are several -> its tiny model."""
+)
+TINY = {tiny.name: tiny for tiny in VIDEOS}
 
 
 def _image(**more: Any) -> dict[str, Any]:
@@ -590,50 +491,19 @@ def _krea() -> dict[str, Any]:
     }
 
 
-IMAGES = {
-    "Krea2Transformer2DModel": Tiny(
-        HEADS_OF_8
-        | {
-            "in_channels": 4,
-            "num_key_value_heads": 1,
-            "intermediate_size": 16,
-            "timestep_embed_dim": 16,
-            "text_hidden_dim": 16,
-            "num_text_layers": 2,
-            "text_num_attention_heads": 2,
-            "text_num_key_value_heads": 2,
-            "text_intermediate_size": 16,
-            "num_layerwise_text_blocks": 1,
-            "num_refiner_text_blocks": 1,
-            "axes_dims_rope": (4, 2, 2),
-        },
-        _krea,
-    ),
-    "HunyuanImageTransformer2DModel": Tiny(
-        SMALL_OF_8
-        | {
-            "num_layers": 1,
-            "num_single_layers": 2,
-            "num_refiner_layers": 1,
-            "text_embed_dim": 12,
-            "rope_axes_dim": (4, 4),
-        },
+PICTURES = (
+    Tiny("Krea2Transformer2DModel", _krea, HEADS_OF_8 | {"intermediate_size": 16, "axes_dims_rope": (4, 2, 2)}),
+    Tiny(
+        "HunyuanImageTransformer2DModel",
         lambda: _image(timestep=torch.tensor([500.0]), encoder_attention_mask=_valid(6, 4)),
+        HUNYUAN | {"num_layers": 1, "text_embed_dim": 12, "rope_axes_dim": (4, 4)},
     ),
-    "Lumina2Transformer2DModel": Tiny(
-        HEADS
-        | {
-            "sample_size": 8,
-            "in_channels": 4,
-            "hidden_size": 24,
-            "num_refiner_layers": 1,
-            "num_kv_heads": 1,
-            "multiple_of": 8,
-            "axes_dim_rope": (4, 4, 4),
-            "axes_lens": (16, 16, 16),
-            "cap_feat_dim": 12,
-        },
+    Tiny(
+        "Lumina2Transformer2DModel",
         lambda: _image(timestep=torch.tensor([0.5]), encoder_attention_mask=_valid(6, 6)),
+        {"num_refiner_layers": 1, "axes_dim_rope": (4, 4, 4), "axes_lens": (16, 16, 16)},
     ),
-}
-"""The same for images, of the classes that have a row."""
+)
+"""Of the classes that have a row, those for images."""
+
+IMAGES = {tiny.name: tiny for tiny in PICTURES}

@@ -22,6 +22,9 @@ COGVIDEOX = "CogVideoXTransformer3DModel"
 ATTENTION = {WAN: 4, COGVIDEOX: 2}
 """Attention calls in one forward of a tiny model, all of them in checkpointed blocks."""
 
+POLICIES: dict[str, Any] = {"attn_only": "attn_only", "full": "full"}
+"""Name of a run -> its policy; test_offload_ways.py has others."""
+
 FEED_FORWARD = r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)"
 """The linear layers of the feed-forwards, as peft is told its targets."""
 
@@ -66,14 +69,6 @@ def batches(batch: Batch, count: int) -> list[Batch]:
     return [batch | {name: drawn(batch[name]) for name in names} for _ in range(count)]
 
 
-def repeated(batch: Batch, times: int) -> Batch:
-    """As many times the clips."""
-    return {
-        key: value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
-
-
 def narrow(batch: Batch) -> Batch:
     """The left half of the video, as from another aspect-ratio bucket."""
     video = batch["hidden_states"]
@@ -106,9 +101,9 @@ class Run:
         support.count_cpu_attention()
 
     def enable(self, model: torch.nn.Module, policy: Any = None) -> None:
-        """Where a script enables fastac. policy: instead of the run's `attn_only`."""
+        """Where a script enables fastac. policy: the name of another than the run's."""
         if self.policy is not None:
-            fastac.enable(model, policy if policy is not None and self.policy == "attn_only" else self.policy)
+            fastac.enable(model, POLICIES[policy or self.policy])
 
     def train(self, model: torch.nn.Module, batch: Batch, steps: int = 3, **options: Any) -> None:
         """Steps with one optimizer, each on a batch of its own. options: those of `step`."""

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac.engine import comparison
 from tests import support
 from tests.support import TEXT_TOKENS, VIDEO_TOKENS, WIDTH, AttentionBlock, Tensors, loss_of, run_checkpointed
 
@@ -51,19 +50,14 @@ class Block(AttentionBlock):
 
 
 class Dequantized(torch.nn.Module):
-    """A frozen linear layer in int8, or in uint8 with two numbers of 4 bits."""
+    """A frozen linear layer in int8."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        columns = WIDTH if dtype is torch.int8 else WIDTH // 2
-        numbers = torch.iinfo(dtype)
-        self.register_buffer("weight", torch.randint(numbers.min, numbers.max + 1, (WIDTH, columns), dtype=dtype))
+        self.register_buffer("weight", torch.randint(-128, 128, (WIDTH, WIDTH), dtype=torch.int8))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if weight.dtype is torch.uint8:
-            weight = torch.cat([weight & 15, weight >> 4], 1)
-        return hidden + F.linear(hidden, weight.to(hidden.dtype) / 256)
+        return hidden + F.linear(hidden, self.weight.to(hidden.dtype) / 256)
 
 
 class Clamped(torch.nn.Linear):
@@ -82,14 +76,23 @@ class Added(torch.autograd.Function):
     """A product with a matrix, in parts that each call adds up in another order, in float32 as in kernels."""
 
     order = torch.Generator()  # and other things that differ at each call
+    times = 1
+    """So often the noise."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        order = torch.randperm(hidden.shape[-1], generator=Added.order)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        parts = [hidden[..., part].to(dtype) @ weight[part].to(dtype) for part in order.chunk(2)]
-        return (parts[0] + parts[1]).to(hidden.dtype)
+
+        def added(order: torch.Tensor) -> torch.Tensor:
+            parts = [hidden[..., part].to(dtype) @ weight[part].to(dtype) for part in order.chunk(2)]
+            return (parts[0] + parts[1]).to(hidden.dtype)
+
+        found = added(torch.randperm(hidden.shape[-1], generator=Added.order))
+        if Added.times == 1:
+            return found
+        usual = added(torch.arange(hidden.shape[-1]))
+        return usual + Added.times * (found - usual)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,11 +172,9 @@ HALF, BF16, DOUBLE = torch.float16, torch.bfloat16, torch.float64
 
 OPERATIONS: dict[str, tuple[Callable[[], Operation], torch.dtype]] = {
     "dropout": (lambda: torch.nn.Dropout(0.3), torch.float32),
-    "dropout in float64": (lambda: torch.nn.Dropout(0.3), DOUBLE),
     "batch norm": (lambda: torch.nn.BatchNorm1d(VIDEO_TOKENS), torch.float32),
     "instance norm": (lambda: torch.nn.InstanceNorm1d(VIDEO_TOKENS, track_running_stats=True), torch.float32),
-    "int8": (lambda: Dequantized(torch.int8), torch.float32),
-    "uint8": (lambda: Dequantized(torch.uint8), BF16),
+    "int8": (Dequantized, BF16),
     "hooks in place": (hooked, torch.float32),
     "weight in place": (Clamped, torch.float32),
     "complex": (lambda: rotate, torch.float32),
@@ -248,37 +249,45 @@ def test_operations(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 def test_how_far_noise_reaches(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of what `tolerance` allows, in 40 trainings."""
-    reached: list[float] = []
-    measured = comparison.relative_difference
-
-    def relative_difference(forward: comparison.Fingerprint, again: comparison.Fingerprint) -> float:
-        reached.append(measured(forward, again) if forward.dtype == dtype else 0.0)
-        return 0.0
-
-    monkeypatch.setattr(comparison, "relative_difference", relative_difference)
+    """Not a quarter of what is allowed, in 40 trainings: four times as much is no error either."""
+    monkeypatch.setattr(Added, "times", 4)
     for seed in range(40):
         train(lambda: Noise(torch.float32), "full", dtype, seed=seed)
-    assert 0 < max(reached) < comparison.tolerance(dtype) / 4
+
+
+Forward = Callable[[int, str], torch.Tensor]
+
+
+def assert_gradients(make: Callable[[], tuple[list[torch.nn.Module], Forward]]) -> None:
+    """make: blocks, and a forward through them, for the number of a step and a policy."""
+    found: dict[str, Tensors] = {"attn_only": {}, "none": {}}
+    for policy, tensors in found.items():
+        torch.manual_seed(0)
+        blocks, forward = make()
+        module = torch.nn.ModuleList(blocks)
+        for number in range(STEPS):
+            module.zero_grad()
+            loss_of(forward(number, policy)).backward()
+            gradients = support.gradients(support.leaves_of(module, {}))
+            tensors |= {f"step {number}: {name}": tensor for name, tensor in gradients.items()}
+    support.assert_same(found["attn_only"], found["none"])
 
 
 def test_weight_in_place_of_several_layers() -> None:
     """One code runs them all, as in trainers that checkpoint by themselves."""
 
-    def trained(policy: str) -> Tensors:
-        blocks, found = [made(Clamped, torch.float32, seed)[0] for seed in range(2)], {}
-        for number in range(STEPS):
+    def make() -> tuple[list[torch.nn.Module], Forward]:
+        blocks = [Block(Clamped()) for _ in range(2)]
+
+        def forward(number: int, policy: str) -> torch.Tensor:
             inputs = support.stack_inputs(number)
             for block in blocks:
-                block.zero_grad()
                 inputs["video"] = run_checkpointed(block.other, policy=policy, **inputs)
-            loss_of(inputs["video"]).backward()
-            for index, block in enumerate(blocks):
-                gradients = support.gradients(support.leaves_of(block, {}))
-                found |= {f"step {number}: {index}.{name}": one for name, one in gradients.items()}
-        return found
+            return inputs["video"]
 
-    support.assert_same(trained("attn_only"), trained("none"))
+        return [*blocks], forward
+
+    assert_gradients(make)
 
 
 class CachedBlock(AttentionBlock):
@@ -297,20 +306,18 @@ class CachedBlock(AttentionBlock):
 def test_cache_that_is_appended_to() -> None:
     """Three chunks of a video, then one backward."""
 
-    def trained(policy: str) -> Tensors:
-        torch.manual_seed(0)
-        block, found = CachedBlock(), {}
-        for number in range(STEPS):
-            block.zero_grad()
+    def make() -> tuple[list[torch.nn.Module], Forward]:
+        block = CachedBlock()
+
+        def forward(number: int, policy: str) -> torch.Tensor:
             video = support.stack_inputs(number)["video"]
             for chunk in range(3):
                 video = run_checkpointed(block, video, TEXT_TOKENS + chunk * VIDEO_TOKENS, policy=policy)
-            loss_of(video).backward()
-            gradients = support.gradients(support.leaves_of(block, {}))
-            found |= {f"step {number}: {name}": tensor for name, tensor in gradients.items()}
-        return found
+            return video
 
-    support.assert_same(trained("attn_only"), trained("none"))
+        return [block], forward
+
+    assert_gradients(make)
 
 
 class Streamed:
@@ -326,25 +333,13 @@ class Streamed:
         return self.block(**inputs)  # type: ignore[no-any-return]
 
 
-def in_default(streamed: Streamed) -> Any:
-    def run(block: Any = streamed.block, weights: Any = streamed.weights, **inputs: Any) -> torch.Tensor:
-        return Streamed(block, weights)(**inputs)
-
-    return run
-
-
-def in_keyword_default(streamed: Streamed) -> Any:
-    def run(*, call: Any = streamed.block.forward, weights: Any = streamed.weights, **inputs: Any) -> torch.Tensor:
-        return Streamed(call.__self__, weights)(**inputs)
-
-    return run
-
-
 STREAMED: dict[str, Any] = {
-    "closure": lambda streamed: lambda **inputs: Streamed(streamed.block, streamed.weights)(**inputs),
-    "default": in_default,
-    "keyword default": in_keyword_default,
-    "nobody": lambda streamed: streamed,
+    "closure": lambda one: lambda **inputs: Streamed(one.block, one.weights)(**inputs),
+    "default": lambda one: lambda block=one.block, weights=one.weights, **inputs: Streamed(block, weights)(**inputs),
+    "keyword default": lambda one: (
+        lambda *, run=one.block.forward, weights=one.weights, **inputs: Streamed(run.__self__, weights)(**inputs)
+    ),
+    "nobody": lambda one: one,
 }
 
 

@@ -18,7 +18,6 @@ import torch
 import fastac
 import fastac.graph
 from fastac import Policy
-from fastac import policy as policies
 from fastac.errors import CompiledPolicyNotAppliedError
 from tests import compiler
 from tests.compiled import steps as compiled
@@ -26,6 +25,7 @@ from tests.engine.simulated import Simulated, simulated
 from tests.graph.steps import traced_step
 from tests.marks import NEEDS_COMPILED_MODELS, NEEDS_TRACES
 from tests.support import executions_of, stack, stack_inputs, train_step
+from tests.ways import recipes
 from tests.ways import test_block_swap as swapped
 from tests.ways import test_fine_tuning as fine_tuning
 from tests.ways import test_several_models as several
@@ -45,7 +45,7 @@ def device() -> Iterator[Simulated]:
 
 case = functools.partial
 WAYS: dict[str, Callable[..., None]] = {
-    "LoRA": case(fine_tuning.test_lora, "get_peft_model", "all-linear", 0.3, "after"),
+    "LoRA": case(fine_tuning.test_lora, "all-linear", 0.3, "after"),
     "layers in float8": case(fine_tuning.test_layerwise_casting, "before", "first"),
     "groups, on disk": case(swapped.test_group_offloading_to_disk, "block", "adapter", "blocks", True),
     "block swap": case(swapped.test_block_swap),
@@ -56,7 +56,7 @@ WAYS: dict[str, Callable[..., None]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(way: str, device: Simulated, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(policies.NAMED, "attn_only", OFFLOADED)
+    monkeypatch.setitem(recipes.POLICIES, "attn_only", OFFLOADED)
     monkeypatch.setattr(swapped, "SAVED", {OFFLOADED: ANY})
     run = WAYS[way]
     run(**{name: request.getfixturevalue(name) for name in inspect.signature(run).parameters})
@@ -85,9 +85,6 @@ def test_policies_per_block() -> None:
             assert executions_of(model, stack_inputs(), expected) == 2 * LAYERS + again
             transfers = [block._fastac_state.transfers for block in model.blocks]
             assert [one is not None and one.host_bytes > 0 for one in transfers] == gone
-
-
-# Copies
 
 
 # Compiled

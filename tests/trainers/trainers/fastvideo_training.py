@@ -9,7 +9,7 @@ import torch
 
 from tests.backends import packages
 from tests.backends.flash_on_cpu import package
-from tests.models.tiny import TINY, WAN
+from tests.models.tiny import TINY
 from tests.support import Tensors
 from tests.trainers.training import Training, absent
 
@@ -46,8 +46,8 @@ class TestWan(Training):
     attention = 4
 
     def make(self) -> torch.nn.Module:
-        sizes = {name: value for name, value in WAN.items() if name not in ("patch_size", "rope_max_seq_len")}
-        arch = WanVideoArchConfig(**sizes)
+        config = TINY["WanTransformer3DModel"].config
+        arch = WanVideoArchConfig(**{name: size for name, size in config.items() if name != "rope_max_seq_len"})
         return WanTransformer3DModel(WanVideoConfig(arch_config=arch), hf_config={})
 
     def inputs(self) -> dict[str, Any]:
