@@ -133,4 +133,4 @@ def test_parity(library: str, way: str, dim: int, device: str, process_of: Calla
     elif absent := groups.not_here([library], groups.REQUIRED):
         pytest.skip("\n".join(absent))
     else:
-        ranks.results(process_of(library).call(assert_parity, (library, way, dim, device), ranks.PATIENCE))
+        ranks.results(process_of(library).call(assert_parity, library, way, dim, device))

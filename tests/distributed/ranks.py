@@ -32,8 +32,8 @@ import torch.distributed as dist
 PRELOADED = ["diffusers.models.transformers.transformer_wan", "tests.conftest", "tests.distributed.steps"]
 """What the server has loaded. Nothing in it may start a thread."""
 
-GROUP_TIMEOUT = 60.0
-"""Seconds that a collective waits for the other ranks."""
+GROUP_TIMEOUT = dt.timedelta(minutes=3)
+"""How long a collective waits for the other ranks."""
 
 DIED = "ended with exit code"
 
@@ -50,25 +50,22 @@ class Outcome:
 
 
 class Pool:
-    """Ranks that call one function after another.
+    """Ranks that call one function after another. backend: "gloo", or "nccl", with a GPU for each rank."""
 
-    timeout: of their group, in seconds. backend: "gloo", or "nccl", with a GPU for each rank.
-    """
-
-    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT, backend: str = "gloo") -> None:
+    def __init__(self, world: int, backend: str = "gloo") -> None:
         self.folder = tempfile.mkdtemp(prefix="fastac-ranks-")
         self.sound = True
         self.ranks: list[tuple[Connection, Any]] = []
         processes = _processes(backend)
         for rank in range(world):
             mine, theirs = processes.Pipe()
-            args = theirs, rank, world, str(Path(self.folder, "store")), timeout, backend
+            args = theirs, rank, world, str(Path(self.folder, "store")), backend
             process = processes.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.ranks.append((mine, process))
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], patience: float) -> list[Outcome]:
+    def call(self, function: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Outcome]:
         """Call a function of an importable module on every rank. Unless all return in time, the pool is not sound."""
         began, found = time.monotonic(), [Outcome(error=f"not done after {patience} s") for _ in self.ranks]
         sound, self.sound = self.sound, False
@@ -113,28 +110,23 @@ class Pool:
 _pools: dict[int, Pool] = {}
 
 
-def run(function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE) -> list[Any]:
+def run(function: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
     """Call function(*args) on every rank of the pool. What each returned; an AssertionError where one raised."""
     pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
     try:
-        return results(pool.call(function, args, patience))
+        return results(pool.call(function, *args))
     finally:
         if not pool.sound:
             _pools.pop(world).close()
 
 
 def outcomes(
-    function: Callable[..., Any],
-    *args: Any,
-    world: int = 2,
-    timeout: float = GROUP_TIMEOUT,
-    patience: float = PATIENCE,
-    backend: str = "gloo",
+    function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE, backend: str = "gloo"
 ) -> list[Outcome]:
     """Call function(*args) on every rank of a new process group, which ends with it. What each did."""
-    pool = Pool(world, timeout, backend)
+    pool = Pool(world, backend)
     try:
-        return pool.call(function, args, patience)
+        return pool.call(function, *args, patience=patience)
     finally:
         pool.close()
 
@@ -165,7 +157,7 @@ def _processes(backend: str) -> Any:
 # On a rank
 
 
-def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
+def _serve(connection: Connection, rank: int, world: int, store: str, backend: str) -> None:
     """Call what comes until nothing does."""
     gc.freeze()  # what the server has loaded
     stderr = os.open(Path(store).parent / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -175,8 +167,8 @@ def _serve(connection: Connection, rank: int, world: int, store: str, timeout: f
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    limit = dt.timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    shared = dist.FileStore(store, world)
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
     while True:
         try:
             message = connection.recv_bytes()
