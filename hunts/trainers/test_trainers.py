@@ -22,6 +22,7 @@ GROUPS = {
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("group", GROUPS)
 def test_trainers(group: str) -> None:
     run(TRAINERS, GROUPS[group])

@@ -22,9 +22,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -67,26 +68,23 @@ class Pool:
 
     def call(self, function: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Outcome]:
         """Call a function of an importable module on every rank. Unless all return in time, the pool is not sound."""
-        began, found = time.monotonic(), [Outcome(error=f"not done after {patience} s") for _ in self.ranks]
-        sound, self.sound = self.sound, False
-        assert sound, "a pool that broke"
+        self.sound, deadline = False, time.monotonic() + patience
         for connection, _ in self.ranks:
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(pickle.dumps((function, args)))
-        running = {connection: rank for rank, (connection, _) in enumerate(self.ranks)}
-        while running and (left := began + patience - time.monotonic()) > 0:
-            for connection in wait(list(running), timeout=left):
-                assert isinstance(connection, Connection)
-                rank = running.pop(connection)
-                try:
-                    result, error = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    process = self.ranks[rank][1]
-                    process.join(10)
-                    result, error = None, f"{DIED} {process.exitcode}: {self._said(rank)}"
-                found[rank] = Outcome(result, error)
+        found = [self._outcome(rank, deadline) for rank in range(len(self.ranks))]
         self.sound = not any(outcome.error for outcome in found)
         return found
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        connection, process = self.ranks[rank]
+        try:
+            if connection.poll(max(deadline - time.monotonic(), 0)):
+                return Outcome(*pickle.loads(connection.recv_bytes()))
+            return Outcome(error="not done in time")
+        except (EOFError, ConnectionResetError):
+            process.join(10)
+            return Outcome(error=f"{DIED} {process.exitcode}: {self._said(rank)}")
 
     def _said(self, rank: int) -> str:
         """The end of what a rank wrote to stderr."""
@@ -107,24 +105,23 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
-def run(function: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
+def run(function: Callable[..., Any], *args: Any, world: int = 2, backend: str = "gloo") -> list[Any]:
     """Call function(*args) on every rank of the pool. What each returned; an AssertionError where one raised."""
-    pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
+    key = world, backend
+    pool = _pools.get(key) or _pools.setdefault(key, Pool(*key))
     try:
         return results(pool.call(function, *args))
     finally:
         if not pool.sound:
-            _pools.pop(world).close()
+            _pools.pop(key).close()
 
 
-def outcomes(
-    function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE, backend: str = "gloo"
-) -> list[Outcome]:
+def outcomes(function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE) -> list[Outcome]:
     """Call function(*args) on every rank of a new process group, which ends with it. What each did."""
-    pool = Pool(world, backend)
+    pool = Pool(world)
     try:
         return pool.call(function, *args, patience=patience)
     finally:
@@ -189,24 +186,15 @@ def _serve(connection: Connection, rank: int, world: int, store: str, backend: s
 def _as_before() -> Iterator[None]:
     from tests.conftest import as_in_a_fresh_process
 
-    environment = dict(os.environ)
     torch.manual_seed(0)
     random.seed(0)
     try:
-        with as_in_a_fresh_process():
+        with mock.patch.dict(os.environ), as_in_a_fresh_process():
             yield
     finally:
         torch._dynamo.reset()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
-@contextlib.contextmanager
-def one_accelerator() -> Iterator[None]:
+def one_accelerator() -> Any:
     """diffusers asks how many devices of the machine's accelerator there are; a CPU is one."""
-    before = torch.accelerator.device_count
-    torch.accelerator.device_count = lambda: 1
-    try:
-        yield
-    finally:
-        torch.accelerator.device_count = before
+    return mock.patch.object(torch.accelerator, "device_count", return_value=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -20,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 import fastac
 from tests import support
 from tests.distributed import ranks, steps
-from tests.distributed.steps import Warnings
 from tests.support import Tensors, assert_same, stack, stack_inputs
 
 LAYERS, MICRO_BATCHES = 4, 4
@@ -49,24 +50,15 @@ def stages(count: int, policy: str) -> list[Stage]:
     return [Stage(blocks[i * size : (i + 1) * size], policy) for i in range(count)]
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = stack_inputs(batch=MICRO_BATCHES)
-    return inputs["video"].detach(), inputs["text"].detach()
-
-
-def loss_of(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (outputs - target).square().mean()
-
-
 def in_parallel(kind: Callable[..., Any], of_each: int, policy: str) -> tuple[Tensors, int, list[str]]:
     """One step of this rank's stages: losses and gradients, attention that ran, warnings."""
     rank, world = dist.get_rank(), dist.get_world_size()
     count = world * of_each
-    video, text = batch()
-    with Warnings() as warnings:
+    video, text = (tensor.detach() for tensor in stack_inputs(batch=MICRO_BATCHES).values())
+    with steps.Logged(logging.WARNING) as warnings:
         mine = {i: stage for i, stage in enumerate(stages(count, policy)) if i % world == rank}
         pipeline = [PipelineStage(stage, i, count, torch.device("cpu")) for i, stage in mine.items()]
-        schedule = kind(pipeline if of_each > 1 else pipeline[0], MICRO_BATCHES, loss_fn=loss_of)
+        schedule = kind(pipeline if of_each > 1 else pipeline[0], MICRO_BATCHES, loss_fn=F.mse_loss)
         losses: list[torch.Tensor] = []
         first = {0: (video,)}.get(min(mine), ())
         target = video if max(mine) == count - 1 else None

@@ -11,5 +11,6 @@ from tests.backends.groups import run
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_simpletuner() -> None:
     run(Path(__file__).parent, packages.TRAINERS)
