@@ -15,8 +15,6 @@ import fastac
 from fastac.engine.device_memory import DeviceMemory
 from fastac.hook import enabled_on
 from fastac.planning import auto
-from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import Forecast
 from tests.distributed import ranks
 from tests.distributed.models import part_of_inputs, sharded, ulysses_stack
 from tests.support import stack, stack_inputs
@@ -31,7 +29,7 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[di
     """
     model = ulysses_stack(layers=3) if kind == "ulysses" else stack(layers=3)
     inputs = part_of_inputs() if kind == "ulysses" else stack_inputs(batch=1 + dist.get_rank() * (kind == "ddp"))
-    forecast = Forecast(fake_model(model, inputs, "blocks"), gpus=2 if kind == "fsdp2" else 1)
+    forecast = fastac.plan(model, inputs, blocks="blocks", gpus=2 if kind == "fsdp2" else 1).forecast
     full, most = (forecast.peak(policy) - forecast.states.weights for policy in ("full", "attn_only"))
     room = 10 * most if dist.get_rank() == 0 else (full + most) // 2
     memory = DeviceMemory(0, math.ceil(room / (1 - auto.RESERVE)), 0)  # of a device whose allocator knows weights alone

@@ -94,6 +94,9 @@ def _block() -> torch.nn.Module:
     return support.AttentionBlock(attend=_attend)
 
 
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+
+
 def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """By the kernel that torch's context parallelism knows."""
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
@@ -104,15 +107,15 @@ def _efficient_on_cpu() -> Iterator[None]:
     """That kernel, for the CPU. Its executions are counted."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        support.executions["efficient"] += 1
+        support.executions[EFFICIENT] += 1
         return (*support.attention_math(query, key, value), *[torch.zeros((), dtype=torch.int64)] * 2)
 
     def backward(grad: Any, query: Any, key: Any, value: Any, _: Any, out: Any, statistics: Any, *__: Any) -> Any:
         return (*support.attention_math_backward(grad, query, key, value, out, statistics), torch.zeros(()))
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
-    library.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
+    library.impl(EFFICIENT, forward, "CPU")
+    library.impl(f"{EFFICIENT}_backward", backward, "CPU")
     with mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention):
         yield
     library._destroy()

@@ -22,32 +22,22 @@ from torch.profiler import ProfilerActivity, profile
 import fastac
 from tests import support
 from tests.distributed import ranks, steps
-from tests.support import Tensors, assert_same, stack, stack_inputs
+from tests.support import AttentionStack, Tensors, assert_same, stack, stack_inputs
 
 LAYERS, MICRO_BATCHES = 4, 4
 CALLS = 2 * MICRO_BATCHES
 """Attention calls that a block makes in one step."""
 
 
-class Stage(torch.nn.Module):
-    """Some blocks of a stack."""
-
-    def __init__(self, blocks: list[torch.nn.Module], policy: str) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(blocks)
+def stages(count: int, policy: str) -> list[AttentionStack]:
+    """A stack in so many parts."""
+    blocks, made = list(stack(layers=LAYERS).blocks), []
+    for _ in range(count):
+        made.append(AttentionStack(layers=0))
+        made[-1].blocks.extend(blocks.pop(0) for _ in range(LAYERS // count))
         if policy != "none":
-            fastac.enable(self, policy, blocks="blocks")
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            video = block(video, text)
-        return video
-
-
-def stages(count: int, policy: str) -> list[Stage]:
-    blocks = list(stack(layers=LAYERS).blocks)
-    size = LAYERS // count
-    return [Stage(blocks[i * size : (i + 1) * size], policy) for i in range(count)]
+            fastac.enable(made[-1], policy, blocks="blocks")
+    return made
 
 
 def in_parallel(kind: Callable[..., Any], of_each: int, policy: str) -> tuple[Tensors, int, list[str]]:
