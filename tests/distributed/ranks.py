@@ -98,10 +98,9 @@ class Pool:
                 process.kill()
             connection.close()
         for _, process in self.ranks:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(60)
+            process.kill()
+            process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -111,11 +111,6 @@ def collectives(profiled: profile) -> Counter[str]:
     return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
 
 
-def numbers(communication: Any) -> tuple[int, int, int] | None:
-    """How many collectives `fastac.report` says were issued, saved, issued again. None where it says nothing."""
-    return communication and (communication.issued, communication.saved, communication.again)
-
-
 # Trainings with a part of the batch on each rank
 
 STEPS = 2

@@ -45,21 +45,14 @@ class Noisy(torch.nn.Module):
 
     calls = 0
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return tensor + 1e-6 * (self.calls % 7) if dist.get_rank() == 1 else tensor
-
-
-def _through_all(model: Any, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    for block in model.blocks[:-1]:
-        video = block(video, text)
-    return model.blocks[-1](video)  # last: other ranks get nothing of it
+        return video + 1e-6 * (self.calls % 7) if dist.get_rank() == 1 else video
 
 
 def _verify_noisy() -> float:
-    model: Any = ulysses_stack()
-    model.blocks.append(Noisy())
-    model.forward = _through_all.__get__(model)
+    model = ulysses_stack()
+    model.blocks.append(Noisy())  # last: other ranks get nothing of it
     return fastac.verify(model, blocks=list(model.blocks[:-1]), **part_of_inputs()).noise
 
 
