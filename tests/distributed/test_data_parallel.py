@@ -138,6 +138,7 @@ MARKS = {
     ),
     "fsdp2, 2 x 2 ranks": pytest.mark.slow,
     "fsdp2, compiled blocks": pytest.mark.slow,
+    "accelerate, fsdp2": pytest.mark.slow,
 }
 
 

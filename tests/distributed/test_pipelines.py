@@ -68,7 +68,12 @@ def each_policy(kind: Callable[..., Any], of_each: int) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "of_each"),
-    [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleInterleavedZeroBubble, 2)],
+    [
+        (ScheduleGPipe, 1),
+        (Schedule1F1B, 1),
+        (ScheduleInterleaved1F1B, 2),
+        pytest.param(ScheduleInterleavedZeroBubble, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_schedules_of_torch(kind: Callable[..., Any], of_each: int) -> None:
     calls = LAYERS * CALLS // 2
