@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := fastac tests examples benchmarks
+SOURCES := fastac tests hunts examples benchmarks
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: train test test-slow test-versions soak check format benchmark peers gpu clean
@@ -21,12 +21,12 @@ test-slow: $(VENV)/installed-dev $(VENV)/installed-backends
 
 # The oldest torch and the newest: an environment for each, kept in the cache folder of the user.
 test-versions: $(VENV)/installed-dev
-	$(BIN)/python -m tests.versions $(ARGS)
+	$(BIN)/python -m hunts.versions $(ARGS)
 
-# Before a release: random models, thousands of steps, benchmarks.
-soak: $(VENV)/installed-dev $(VENV)/installed-backends
+# Before a release: random models, thousands of steps, real trainers, benchmarks.
+soak: $(VENV)/installed-dev $(VENV)/installed-backends $(VENV)/installed-trainers
 	$(PYTEST) -m soak $(ARGS)
-	$(BIN)/python -m tests.versions --all --write
+	$(BIN)/python -m hunts.versions --all --write
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(SOURCES)
@@ -80,3 +80,7 @@ $(VENV)/installed-peers: pyproject.toml constraints.txt | $(BIN)/python
 # Real attention packages, for the tests alone. The stamp comes when none is missing: what could not be had is tried again.
 $(VENV)/installed-backends: tests/backends/packages.py $(VENV)/installed-dev
 	$(BIN)/python -m tests.backends.packages $(VENV)/backends --stamp $@
+
+# And those of trainers that hunts/ alone trains.
+$(VENV)/installed-trainers: tests/backends/packages.py $(VENV)/installed-dev
+	$(BIN)/python -m tests.backends.packages $(VENV)/backends --hunts --stamp $@

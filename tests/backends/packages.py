@@ -1,11 +1,12 @@
-"""The real packages that tests/backends/libraries, tests/trainers/trainers and tests/models use, and their downloads.
+"""The real packages that tests and hunts use, and their downloads.
 
 They are downloaded and unpacked, not installed: an installed flash_attn without CUDA breaks `import diffusers`, and two
 of them share a name. Only their Python files are used, so wheels for another Python or another machine will do.
 
     python -m tests.backends.packages FOLDER
 
-puts each that is not there yet into FOLDER/<name>-<version>, and names on stderr what is not available.
+puts each that is not there yet into FOLDER/<name>-<version>, and names on stderr what is not available. Those that only
+hunts use come with --hunts.
 """
 
 from __future__ import annotations
@@ -118,8 +119,10 @@ LIBRARIES = {
 }
 """File in tests/backends/libraries -> what it finds on sys.path: a package, or a folder in one."""
 
-TRAINERS = {
-    "simpletuner": ("simpletuner",),
+TRAINERS = {"simpletuner": ("simpletuner",)}
+"""File in tests/trainers -> the same."""
+
+HUNTS = {
     "diffsynth": ("diffsynth",),
     "ltx_core": ("ltx-core",),
     "finetrainers": ("finetrainers",),
@@ -128,7 +131,7 @@ TRAINERS = {
     "fastvideo_training": ("fastvideo",),
     "transformers_models": (),
 }
-"""File in tests/trainers/trainers -> the same."""
+"""File in hunts/trainers/trainers -> the same. Not in CI."""
 
 DIFFUSERS = {
     "diffusers_0_33": ("diffusers-0.33",),
@@ -137,20 +140,22 @@ DIFFUSERS = {
 }
 """Case of tests/models/test_older_diffusers.py -> the same."""
 
-NEEDS = LIBRARIES | TRAINERS | DIFFUSERS
+IN_CI = LIBRARIES | TRAINERS | DIFFUSERS
+NEEDS = IN_CI | HUNTS
 
 
 def place(name: str, folder: Path | None = None) -> Path:
     return (folder or FOLDER) / f"{name}-{PACKAGES[name].version}"
 
 
-def _names(library: str) -> list[str]:
-    return [PurePosixPath(path).parts[0] for path in NEEDS[library]]
+def names(*libraries: str) -> list[str]:
+    """The packages that the files of some libraries need."""
+    return list(dict.fromkeys(PurePosixPath(path).parts[0] for library in libraries for path in NEEDS[library]))
 
 
 def missing(library: str) -> list[str]:
     """The packages that the file of a library needs and that are not here, with their versions."""
-    return [f"{name} {PACKAGES[name].version}" for name in _names(library) if not place(name).is_dir()]
+    return [f"{name} {PACKAGES[name].version}" for name in names(library) if not place(name).is_dir()]
 
 
 def use(library: str) -> None:
@@ -202,9 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.backends.packages", description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--stamp", type=Path)
+    parser.add_argument("--hunts", action="store_true")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    absent = [name for name in PACKAGES if not place(name, arguments.folder).is_dir()]
+    needed = names(*(NEEDS if arguments.hunts else IN_CI))
+    absent = [name for name in needed if not place(name, arguments.folder).is_dir()]
     with ThreadPoolExecutor(2) as pool:
         reasons = list(pool.map(lambda name: _try(name, arguments.folder), absent))
     if not any(reasons) and arguments.stamp is not None:

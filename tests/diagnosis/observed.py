@@ -16,9 +16,8 @@ from fastac.backends.plugins import prepare
 from fastac.diagnosis.observer import Observer, PassThrough
 from fastac.engine.tape import Tape
 from fastac.policy import resolve
-from tests.soak.hostile_blocks import same_bits
-from tests.soak.test_torch_data import churn, dense, fresh
 from tests.support import run_checkpointed
+from tests.torch_data import churn, dense, fresh, same_bits
 
 Found = dict[str, Any]
 """What a step left: tensors and descriptions, by name."""

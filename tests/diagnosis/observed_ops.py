@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tests.diagnosis.observed import Mode, changed_by
-from tests.soak.test_torch_data import some
+from tests.torch_data import some
 
 DTYPES = (torch.float32, torch.float64, torch.complex64)
 

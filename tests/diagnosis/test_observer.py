@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.diagnosis.observed import MODES, changed_by, differences, regions
 from tests.diagnosis.observed_ops import AT_TIMES, OTHER_PATH, changes_of_op
-from tests.soak.test_torch_data import torch_data
+from tests.torch_data import torch_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, on ops without a kernel for autograd
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,6 +32,12 @@ def sharded(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
+def flat(model: Any) -> torch.nn.Module:
+    """FSDP1 by block, with the original parameters beside the flat ones: Wan's forward reads their dtype."""
+    units = ModuleWrapPolicy({type(model.blocks[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def sharded_inside(model: Any) -> Any:
     """Every Linear inside blocks a unit, too, whose parameters are gathered while its block runs."""
     for module in model.blocks.modules():
@@ -38,22 +46,50 @@ def sharded_inside(model: Any) -> Any:
     return sharded(model)
 
 
+class Differentiable(torch.autograd.Function):
+    """A collective and the one that is its backward, as in torch and diffusers."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, op: Any, backward: Any) -> torch.Tensor:
+        ctx.op = backward
+        return op(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.op(grad.contiguous()), None, None
+
+
+def all_to_all_out(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
 # Ulysses: the tokens are split over the ranks, with four exchanges per attention
 
 EXCHANGES = 4
 """All-to-alls of one attention: query, key, value, output."""
 
 
-def exchanged(tensor: torch.Tensor, gather: int, split: int) -> torch.Tensor:
-    """An all-to-all over all ranks: one dimension is gathered, another is split."""
-    world = dist.get_world_size()
-    parts = torch.stack(tensor.chunk(world, dim=split)).contiguous()
-    received = functional.all_to_all_single_autograd(parts, None, None, dist.group.WORLD)
-    return torch.cat(list(received.unbind(0)), dim=gather)
+def sent(parts: torch.Tensor) -> torch.Tensor:
+    """Part i to rank i, by a functional collective."""
+    received: torch.Tensor = functional.all_to_all_single_autograd(parts, None, None, dist.group.WORLD)
+    return received
 
 
-def ulysses(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+def ulysses(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    send: Callable[[torch.Tensor], torch.Tensor] = sent,
+    **options: Any,
+) -> torch.Tensor:
     """Attention of (batch, heads, tokens of this rank, dim): all tokens for some of the heads, and back."""
+
+    def exchanged(tensor: torch.Tensor, gather: int, split: int) -> torch.Tensor:
+        parts = torch.stack(tensor.chunk(dist.get_world_size(), dim=split)).contiguous()
+        return torch.cat(list(send(parts).unbind(0)), dim=gather)
+
     whole = [exchanged(tensor, gather=2, split=1) for tensor in (query, key, value)]
     return exchanged(F.scaled_dot_product_attention(*whole, **options), gather=1, split=2)
 

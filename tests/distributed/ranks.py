@@ -22,9 +22,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ import torch.distributed as dist
 PRELOADED = ["diffusers.models.transformers.transformer_wan", "tests.conftest", "tests.distributed.steps"]
 """What the server has loaded. Nothing in it may start a thread."""
 
-GROUP_TIMEOUT = 60.0
-"""Seconds that a collective waits for the other ranks."""
+GROUP_TIMEOUT = dt.timedelta(minutes=3)
+"""How long a collective waits for the other ranks."""
 
 DIED = "ended with exit code"
 
@@ -50,46 +51,40 @@ class Outcome:
 
 
 class Pool:
-    """Ranks that call one function after another.
+    """Ranks that call one function after another. backend: "gloo", or "nccl", with a GPU for each rank."""
 
-    timeout: of their group, in seconds. backend: "gloo", or "nccl", with a GPU for each rank.
-    """
-
-    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT, backend: str = "gloo") -> None:
+    def __init__(self, world: int, backend: str = "gloo") -> None:
         self.folder = tempfile.mkdtemp(prefix="fastac-ranks-")
         self.sound = True
         self.ranks: list[tuple[Connection, Any]] = []
         processes = _processes(backend)
         for rank in range(world):
             mine, theirs = processes.Pipe()
-            args = theirs, rank, world, str(Path(self.folder, "store")), timeout, backend
+            args = theirs, rank, world, str(Path(self.folder, "store")), backend
             process = processes.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.ranks.append((mine, process))
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], patience: float) -> list[Outcome]:
+    def call(self, function: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Outcome]:
         """Call a function of an importable module on every rank. Unless all return in time, the pool is not sound."""
-        began, found = time.monotonic(), [Outcome(error=f"not done after {patience} s") for _ in self.ranks]
-        sound, self.sound = self.sound, False
-        assert sound, "a pool that broke"
+        self.sound, deadline = False, time.monotonic() + patience
         for connection, _ in self.ranks:
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(pickle.dumps((function, args)))
-        running = {connection: rank for rank, (connection, _) in enumerate(self.ranks)}
-        while running and (left := began + patience - time.monotonic()) > 0:
-            for connection in wait(list(running), timeout=left):
-                assert isinstance(connection, Connection)
-                rank = running.pop(connection)
-                try:
-                    result, error = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    process = self.ranks[rank][1]
-                    process.join(10)
-                    result, error = None, f"{DIED} {process.exitcode}: {self._said(rank)}"
-                found[rank] = Outcome(result, error)
+        found = [self._outcome(rank, deadline) for rank in range(len(self.ranks))]
         self.sound = not any(outcome.error for outcome in found)
         return found
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        connection, process = self.ranks[rank]
+        try:
+            if connection.poll(max(deadline - time.monotonic(), 0)):
+                return Outcome(*pickle.loads(connection.recv_bytes()))
+            return Outcome(error="not done in time")
+        except (EOFError, ConnectionResetError):
+            process.join(10)
+            return Outcome(error=f"{DIED} {process.exitcode}: {self._said(rank)}")
 
     def _said(self, rank: int) -> str:
         """The end of what a rank wrote to stderr."""
@@ -103,38 +98,31 @@ class Pool:
                 process.kill()
             connection.close()
         for _, process in self.ranks:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(60)
+            process.kill()
+            process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
-def run(function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE) -> list[Any]:
+def run(function: Callable[..., Any], *args: Any, world: int = 2, backend: str = "gloo") -> list[Any]:
     """Call function(*args) on every rank of the pool. What each returned; an AssertionError where one raised."""
-    pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
+    key = world, backend
+    pool = _pools.get(key) or _pools.setdefault(key, Pool(*key))
     try:
-        return results(pool.call(function, args, patience))
+        return results(pool.call(function, *args))
     finally:
         if not pool.sound:
-            _pools.pop(world).close()
+            _pools.pop(key).close()
 
 
-def outcomes(
-    function: Callable[..., Any],
-    *args: Any,
-    world: int = 2,
-    timeout: float = GROUP_TIMEOUT,
-    patience: float = PATIENCE,
-    backend: str = "gloo",
-) -> list[Outcome]:
+def outcomes(function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE) -> list[Outcome]:
     """Call function(*args) on every rank of a new process group, which ends with it. What each did."""
-    pool = Pool(world, timeout, backend)
+    pool = Pool(world)
     try:
-        return pool.call(function, args, patience)
+        return pool.call(function, *args, patience=patience)
     finally:
         pool.close()
 
@@ -165,7 +153,7 @@ def _processes(backend: str) -> Any:
 # On a rank
 
 
-def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
+def _serve(connection: Connection, rank: int, world: int, store: str, backend: str) -> None:
     """Call what comes until nothing does."""
     gc.freeze()  # what the server has loaded
     stderr = os.open(Path(store).parent / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -175,8 +163,8 @@ def _serve(connection: Connection, rank: int, world: int, store: str, timeout: f
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    limit = dt.timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    shared = dist.FileStore(store, world)
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
     while True:
         try:
             message = connection.recv_bytes()
@@ -197,24 +185,15 @@ def _serve(connection: Connection, rank: int, world: int, store: str, timeout: f
 def _as_before() -> Iterator[None]:
     from tests.conftest import as_in_a_fresh_process
 
-    environment = dict(os.environ)
     torch.manual_seed(0)
     random.seed(0)
     try:
-        with as_in_a_fresh_process():
+        with mock.patch.dict(os.environ), as_in_a_fresh_process():
             yield
     finally:
         torch._dynamo.reset()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
-@contextlib.contextmanager
-def one_accelerator() -> Iterator[None]:
+def one_accelerator() -> Any:
     """diffusers asks how many devices of the machine's accelerator there are; a CPU is one."""
-    before = torch.accelerator.device_count
-    torch.accelerator.device_count = lambda: 1
-    try:
-        yield
-    finally:
-        torch.accelerator.device_count = before
+    return mock.patch.object(torch.accelerator, "device_count", return_value=1)

@@ -111,11 +111,6 @@ def collectives(profiled: profile) -> Counter[str]:
     return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
 
 
-def numbers(communication: Any) -> tuple[int, int, int] | None:
-    """How many collectives `fastac.report` says were issued, saved, issued again. None where it says nothing."""
-    return communication and (communication.issued, communication.saved, communication.again)
-
-
 # Trainings with a part of the batch on each rank
 
 STEPS = 2
@@ -124,22 +119,29 @@ STEPS = 2
 LEARNING_RATE = 1e-2
 
 
-class Warnings(logging.Handler):
-    """Keeps what fastac warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
+class Logged(logging.Handler):
+    """Keeps what fastac logs from a level on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
     def __enter__(self) -> list[str]:
-        logging.getLogger("fastac").addHandler(self)
+        self.messages: list[str] = []
+        logger = logging.getLogger("fastac")
+        logger.addHandler(self)
+        logger.setLevel(self.level)
         return self.messages
 
     def __exit__(self, *exception: object) -> None:
-        logging.getLogger("fastac").removeHandler(self)
+        logger = logging.getLogger("fastac")
+        logger.removeHandler(self)
+        logger.setLevel(logging.NOTSET)
+
+
+def enable(model: torch.nn.Module, policy: str) -> None:
+    """Switch a policy on, "none" for none."""
+    if policy != "none":
+        fastac.enable(model, policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Setup:
     plain: Callable[[Any], torch.nn.Module] | None = None  # the engine without checkpointing, where that is another
     prepare: Callable[[Any], torch.nn.Module] | None = None  # called with the bare model
     order: str = "wrap, enable"
-    enable: Callable[[Any, str], object] | None = None  # instead of fastac.enable; called under "none", too
+    enable: Callable[[Any, str], object] = enable  # called under "none", too
     last: Callable[[Any, bool], AbstractContextManager[Any] | None] | None = None
     """Called before a micro-batch with whether it is the last of a step. May return a context for it."""
     micro_batches: int = 1
@@ -183,34 +185,26 @@ def train(setup: Setup, policy: str) -> Trained:
     """The training of this rank's part of the batch."""
     model, batch = build(WAN)
     model = model if setup.prepare is None else setup.prepare(model)
-    every = batches(batch, STEPS * setup.micro_batches * setup.world)
-    rank, steps = dist.get_rank(), []
-    with Warnings() as warnings:
-        if setup.order == "enable, wrap":
-            enable(model, policy, setup)
-        model = (setup.wrap if policy != "none" or setup.plain is None else setup.plain)(model)
-        if setup.order == "wrap, enable":
-            enable(model, policy, setup)
-        for number in range(STEPS):
-            for micro in range(setup.micro_batches):
-                one = every[(number * setup.micro_batches + micro) * setup.world + rank]
-                one = one if setup.data is None else setup.data(one, rank)
-                context = setup.last(model, micro == setup.micro_batches - 1) if setup.last is not None else None
-                with context or nullcontext():
-                    steps.append(measured(model, one, accumulate=micro > 0))
-            descend(model)
+    rank, found = dist.get_rank(), []
+    every = batches(batch, STEPS * setup.micro_batches * setup.world)[rank :: setup.world]
+    with Logged(logging.WARNING) as warnings:
+        for part in setup.order.split(", "):
+            if part == "enable":
+                setup.enable(model, policy)
+            else:
+                model = (setup.wrap if policy != "none" or setup.plain is None else setup.plain)(model)
+        for number, one in enumerate(every, 1):
+            is_last = number % setup.micro_batches == 0
+            context = None if setup.last is None else setup.last(model, is_last)
+            with context or nullcontext():
+                inputs = one if setup.data is None else setup.data(one, rank)
+                found.append(measured(model, inputs, accumulate=(number - 1) % setup.micro_batches > 0))
+            if is_last:
+                descend(model)
         report = fastac.report(model)
-    for step in steps:
+    for step in found:
         step.tensors = {plain_name(name): tensor for name, tensor in step.tensors.items()}
-    return Trained(steps, report, warnings)
-
-
-def enable(model: torch.nn.Module, policy: str, setup: Setup) -> None:
-    """Switch a policy on, "none" for none."""
-    if setup.enable is not None:
-        setup.enable(model, policy)
-    elif policy != "none":
-        fastac.enable(model, policy)
+    return Trained(found, report, warnings)
 
 
 def descend(model: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,11 +23,8 @@ import fastac
 from fastac.engine import releases
 from tests.compiled.steps import SmallBlock, hiding, small, small_inputs
 from tests.distributed import ranks, steps
-from tests.distributed.models import sharded, ulysses
-from tests.support import Tensors, assert_same, loss_of, run_checkpointed, stack, stack_inputs, written_out
-
-LIMIT = 20.0
-"""Seconds that a collective waits: a rank that communicates alone ends the test."""
+from tests.distributed.models import Differentiable, all_to_all_out, flat, sharded, ulysses
+from tests.support import assert_same, loss_of, run_checkpointed, stack, stack_inputs, written_out
 
 UNEQUAL = ((24, 16), (24, 24), (16, 24))
 """Tokens of rank 0 and of rank 1, in each step."""
@@ -57,11 +53,6 @@ def attending(attend: Callable[..., torch.Tensor], model: Any) -> Any:
     return model
 
 
-def flat(model: Any) -> torch.nn.Module:
-    units = ModuleWrapPolicy({SmallBlock})
-    return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=torch.device("cpu"), use_orig_params=True)
-
-
 def doubled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(query, key, value) * 2
 
@@ -69,32 +60,11 @@ def doubled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
 compiled_doubled = torch.compile(doubled, backend="eager", dynamic=False)
 
 
-class Exchange(torch.autograd.Function):
-    """An all-to-all of torch.distributed, which writes buffers. dynamo leaves it out of its graphs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, gather: int, split: int) -> torch.Tensor:
-        ctx.dims = gather, split
-        parts = [part.contiguous() for part in tensor.chunk(2, dim=split)]
-        received = [torch.empty_like(part) for part in parts]
-        dist.all_to_all(received, parts)
-        return torch.cat(received, dim=gather)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        gather, split = ctx.dims
-        return exchanged(grads[0], split, gather), None, None
-
-
 @torch.compiler.disable
-def exchanged(tensor: torch.Tensor, gather: int, split: int) -> torch.Tensor:
-    output: torch.Tensor = Exchange.apply(tensor, gather, split)
-    return output
-
-
-def ulysses_by_buffers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    whole = [exchanged(tensor, 2, 1) for tensor in (query, key, value)]
-    return exchanged(F.scaled_dot_product_attention(*whole), 1, 2)
+def sent_into_buffers(parts: torch.Tensor) -> torch.Tensor:
+    """By an all-to-all of torch.distributed, which writes buffers. dynamo leaves it out of its graphs."""
+    received: torch.Tensor = Differentiable.apply(parts, all_to_all_out, all_to_all_out)
+    return received
 
 
 def summed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -147,53 +117,36 @@ WAYS = {
     "all-reduce beside a compiled function": Way(lambda model: attending(summed, model), EQUAL),
     "all-to-all in compiled blocks": Way(lambda model: compiled(attending(ulysses, model)), EQUAL),
     "all-to-all into buffers in compiled blocks": Way(
-        lambda model: compiled(attending(ulysses_by_buffers, model)), EQUAL, again=8
+        lambda model: compiled(attending(partial(ulysses, send=sent_into_buffers), model)), EQUAL, again=8
     ),
 }
 
 
-class Trained(NamedTuple):
-    """Steps of one rank, and the lines of fastac's log that say something is not seen."""
-
-    tensors: list[Tensors]
-    forward: list[Counter[str]]  # collectives
-    backward: list[Counter[str]]
-    unseen: list[str]
-
-
-def train(way: Way, policy: str) -> Trained:
-    logger = logging.getLogger("fastac")
-    trained, lines = Trained([], [], [], []), steps.Warnings()
-    lines.setLevel(logging.INFO)
-    logger.setLevel(logging.INFO)
-    with lines as messages:
-        model = way.build(small(policy))
-        for tokens in way.sizes:
-            step = steps.measured(model, small_inputs(tokens[dist.get_rank()]))
-            trained.tensors.append(step.tensors)
-            trained.forward.append(step.forward)
-            trained.backward.append(step.backward)
-            steps.descend(model)
-    logger.setLevel(logging.NOTSET)
-    return trained._replace(unseen=[line for line in messages if "is not found" in line])
+def _trained(way: Way, policy: str) -> list[steps.Measured]:
+    model, found = way.build(small(policy)), []
+    for tokens in way.sizes:
+        found.append(steps.measured(model, small_inputs(tokens[dist.get_rank()])))
+        steps.descend(model)
+    return found
 
 
-def _on_rank(name: str) -> dict[str, Trained]:
-    return {policy: train(WAYS[name], policy) for policy in ("none", "attn_only")}
+def _on_rank(name: str) -> tuple[list[steps.Measured], list[steps.Measured], int]:
+    """Steps without checkpointing, steps with it, and how many lines of fastac's log say that something is not seen."""
+    with steps.Logged(logging.INFO) as messages:
+        plain, saving = (_trained(WAYS[name], policy) for policy in ("none", "attn_only"))
+    return plain, saving, sum("is not found" in line for line in messages)
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_no_rank_communicates_alone(name: str) -> None:
     way = WAYS[name]
-    for trained in ranks.results(ranks.outcomes(_on_rank, name, timeout=LIMIT, patience=4 * LIMIT)):
-        plain, saving = trained["none"], trained["attn_only"]
-        for found, expected in zip(saving.tensors, plain.tensors, strict=True):
-            assert_same(found, expected)
-        assert len(saving.unseen) == (not way.looks)
-        if releases.is_at_least("2.12"):  # the profiler of older releases loses collectives of gloo's now and then
-            again = Counter({"gloo:all_to_all": way.again})
-            assert saving.forward == plain.forward
-            assert saving.backward == [one + again for one in plain.backward]
+    for plain, saving, unseen in ranks.run(_on_rank, name):
+        assert unseen == (not way.looks)
+        for found, expected in zip(saving, plain, strict=True):
+            assert_same(found.tensors, expected.tensors)
+            if releases.is_at_least("2.12"):  # the profiler of older releases loses collectives of gloo's now and then
+                assert found.forward == expected.forward
+                assert found.backward == expected.backward + Counter({"gloo:all_to_all": way.again})
 
 
 # Hidden attention
@@ -206,7 +159,7 @@ def _hidden() -> tuple[list[str], list[str]]:
         for block in model.blocks:
             block.compile(backend=hiding, dynamic=False)
         wrapped = model if wrap is torch.nn.Identity else wrap(model)
-        with steps.Warnings() as warnings:
+        with steps.Logged(logging.WARNING) as warnings:
             try:
                 for tokens in (24, 16):
                     wrapped(**small_inputs(tokens))
@@ -232,39 +185,32 @@ def twice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return F.scaled_dot_product_attention(query, key, value) + written_out(query, key, value)
 
 
-def _second_model() -> list[str]:
+def _second_model() -> None:
     for attend in (F.scaled_dot_product_attention, twice):
         model = attending(attend, stack())
         fastac.enable(model, blocks="blocks")
         sharded(model)
-        try:
-            loss_of(model(**stack_inputs())).backward()
-        except fastac.PolicyNotAppliedError as error:
-            return str(error)
-    return ""
-
-
-def test_a_second_model_that_is_enabled_before_it_is_sharded() -> None:
-    for error in ranks.run(_second_model):
-        assert "written out" in error
+        loss_of(model(**stack_inputs())).backward()
 
 
 class Hiding(SmallBlock):
     """A class of its own."""
 
 
-def _classes_in_fsdp1() -> str:
+def _blocks_of_several_classes() -> None:
     model = small("attn_only")
     model.blocks[1] = Hiding(twice)
-    try:
-        FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({SmallBlock}), device_id=torch.device("cpu"), use_orig_params=True
-        )(**small_inputs())
-    except fastac.PolicyNotAppliedError as error:
-        return str(error)
-    return ""
+    flat(model)(**small_inputs())
 
 
-def test_blocks_of_several_classes_in_fsdp1() -> None:
-    for error in ranks.run(_classes_in_fsdp1):
+def _refused(train: Callable[[], None]) -> str:
+    with pytest.raises(fastac.PolicyNotAppliedError) as error:
+        train()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("train", [_second_model, _blocks_of_several_classes])
+def test_another_class_or_model_than_the_first(train: Callable[[], None]) -> None:
+    """A second model that is enabled before it is sharded, and blocks of several classes in FSDP1."""
+    for error in ranks.run(_refused, train):
         assert "written out" in error

@@ -16,8 +16,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fastac
@@ -27,7 +26,7 @@ from fastac.models import unwrapped
 from tests import support
 from tests.conftest import forget_accelerate
 from tests.distributed import ranks
-from tests.distributed.models import sharded, sharded_inside
+from tests.distributed.models import flat, sharded, sharded_inside
 from tests.distributed.steps import Setup, assert_trained_alike, measured
 from tests.engine.simulated import simulated
 from tests.model_state import state_of
@@ -44,12 +43,6 @@ def adapted(model: Any) -> torch.nn.Module:
 
 def on_two_by_two(model: Any) -> torch.nn.Module:
     return sharded(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def flat(model: Any) -> torch.nn.Module:
-    """With the original parameters beside the flat ones: Wan's forward reads their dtype."""
-    units = ModuleWrapPolicy({type(model.blocks[0])})
-    return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def prepared(model: Any) -> torch.nn.Module:
@@ -145,6 +138,7 @@ MARKS = {
     ),
     "fsdp2, 2 x 2 ranks": pytest.mark.slow,
     "fsdp2, compiled blocks": pytest.mark.slow,
+    "accelerate, fsdp2": pytest.mark.slow,
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,29 +33,24 @@ TINY = (
     *("--width", "32", "--resolution", "16", "--frames", "4", "--sampling-steps", "2", "--lr-warmup-steps", "0"),
     *("--layers", "1", "--steps", "4", "--checkpoint-every", "2", "--batch-size", "1"),
 )
-PATIENCE = 200
+PATIENCE = ("timeout", "-k", "10", "500")
 ABORTED_AT_EXIT = "terminate called without an active exception"
 """What a rank says whose interpreter ends while gloo's thread lets go of a tensor: docs/distributed.md."""
 
 
 def launch(*command: object, folder: Path, output: Path) -> str:
-    """What a launcher wrote. It has a session of its own, which ends with it, at the latest after PATIENCE seconds."""
+    """What a launcher wrote. It and its processes end after PATIENCE at the latest."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [*map(str, command), *TINY, "--video", str(folder / "videos"), "--output", str(output)],
+    arguments = *TINY, "--video", folder / "videos", "--output", output
+    process = subprocess.run(
+        [*PATIENCE, *map(str, (*command, *arguments))],
         env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
-    try:
-        written, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    written = process.stdout
     assert process.returncode == 0 or ("written to" in written and ABORTED_AT_EXIT in written), written
     return written
 
@@ -67,7 +61,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_launched_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses and weights are those of one process but for the order of sums; a resumed run repeats them bit for bit."""
     (tmp_path / "videos").mkdir()

@@ -44,12 +44,13 @@ def _steps(engine: str, device: str) -> dict[str, steps.Measured]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("engine", ["fsdp2", "ulysses"])
 def test_wan(engine: str, device: str) -> None:
-    world, backend = (2, "gloo") if device == "cpu" else (min(2, torch.cuda.device_count()), "nccl")
+    world = 2 if device == "cpu" else min(2, torch.cuda.device_count())
     if engine == "ulysses":
         pytest.importorskip("transformers")  # whose import gives loggers a method that diffusers 0.42 calls
         if world == 1:
             pytest.skip("not run on GPUs: Ulysses needs two")
-    for found in ranks.results(ranks.outcomes(_steps, engine, device, world=world, backend=backend)):
+    backend = "gloo" if device == "cpu" else "nccl"
+    for found in ranks.run(_steps, engine, device, world=world, backend=backend):
         none, full, saved = (found[policy] for policy in POLICIES)
         assert none.attention[0] > 0
         assert saved.attention == none.attention

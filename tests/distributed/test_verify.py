@@ -1,21 +1,28 @@
-"""fastac.verify on several ranks: it holds on all or fails on all, and all take the same steps."""
+"""On several ranks, fastac.verify holds on all or fails on all, and all take the same steps. Errors name their rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import datetime as dt
+import os
+import pickle
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from tests.distributed import ranks
-from tests.distributed.models import part_of_inputs, sharded, ulysses, ulysses_stack
+from tests.distributed.models import part_of_inputs, sharded, sharded_inside, ulysses, ulysses_stack
+from tests.support import loss_of, stack, stack_inputs
 from tests.ways.recipes import WAN, build
 
-LIMIT = 3.0
+WRAPPERS = {"fsdp2": sharded, "ddp": DistributedDataParallel}
 
 
 def _verify(kind: str, per_block: bool = False) -> tuple[Any, ...]:
@@ -23,7 +30,7 @@ def _verify(kind: str, per_block: bool = False) -> tuple[Any, ...]:
         found = fastac.verify(ulysses_stack(), blocks="blocks", **part_of_inputs())
     else:
         model, batch = build(WAN)
-        model = {"fsdp2": sharded, "ddp": DistributedDataParallel}[kind](model)
+        model = WRAPPERS[kind](model)
         found = fastac.verify(model, per_block=per_block, **batch)
     return found.compared > 20, found.different, found.policy_executions, found.saved
 
@@ -38,27 +45,20 @@ class Noisy(torch.nn.Module):
 
     calls = 0
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return tensor + 1e-6 * (self.calls % 7) if dist.get_rank() == 1 else tensor
-
-
-def _through_all(model: Any, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    for block in model.blocks[:-1]:
-        video = block(video, text)
-    return model.blocks[-1](video)  # last: other ranks get nothing of it
+        return video + 1e-6 * (self.calls % 7) if dist.get_rank() == 1 else video
 
 
 def _verify_noisy() -> float:
-    model: Any = ulysses_stack()
-    model.blocks.append(Noisy())
-    model.forward = _through_all.__get__(model)
+    model = ulysses_stack()
+    model.blocks.append(Noisy())  # last: other ranks get nothing of it
     return fastac.verify(model, blocks=list(model.blocks[:-1]), **part_of_inputs()).noise
 
 
 def test_every_rank_takes_the_same_steps() -> None:
     """If one rank sees a difference, all run the step that measures the noise."""
-    quiet, noise = ranks.results(ranks.outcomes(_verify_noisy, timeout=LIMIT))
+    quiet, noise = ranks.run(_verify_noisy)
     assert (quiet, noise > 0) == (0.0, True)
 
 
@@ -82,7 +82,7 @@ NOISE = torch.Generator()
 def _verify_then_train(kind: str) -> tuple[bool, bool]:
     model, batch = build(WAN)
     model.blocks[0].ffn.register_forward_hook(lambda module, args, output: Refusing.apply(output))
-    model = {"fsdp2": sharded, "ddp": DistributedDataParallel}[kind](model)
+    model = WRAPPERS[kind](model)
     inner = getattr(model, "module", model)
     fastac.enable(inner)
     found = fastac.verify(model, **batch)
@@ -96,24 +96,47 @@ def _verify_then_train(kind: str) -> tuple[bool, bool]:
     return "within the noise" in str(found), abs(first - second) < 1e-3 * first
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", WRAPPERS)
 def test_no_step_ends_in_the_middle_of_a_backward(kind: str) -> None:
     """As one under deterministic algorithms may, which would leave the wrapper in it."""
     assert ranks.run(_verify_then_train, kind) == [(True, True)] * 2
 
 
-def _decomposed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return ulysses(query, key, value, dropout_p=0.5 if dist.get_rank() == 1 else 0.0)
+class Meeting:
+    """Rank 0 goes into an exchange once rank 1 does; or once that raised, and waits a second for it, in vain."""
+
+    def __init__(self) -> None:
+        self.store, self.number = _get_default_store(), 0
+
+    def come(self) -> None:
+        if dist.get_rank() == 1:
+            self.tell("comes")
+        elif self.store.get(str(self.number)) == b"raised":
+            _set_pg_timeout(dt.timedelta(seconds=1))
+        self.number += 1
+
+    def tell(self, what: str) -> None:
+        self.store.set(str(self.number), what)
 
 
-def _raising(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if dist.get_rank() == 1:
-        raise ValueError("this rank's own")
-    return ulysses(query, key, value)
-
-
-def _verify_failing(attend: Callable[..., torch.Tensor]) -> tuple[str, str]:
+def _verify_failing(raised: str) -> tuple[str, str]:
     model: Any = ulysses_stack()
+    meeting, forward, fails = Meeting(), model.forward, dist.get_rank() == 1
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        if fails and raised == "ValueError":
+            raise ValueError("this rank's own")
+        meeting.come()
+        return ulysses(*tensors, dropout_p=0.5 if fails else 0.0)
+
+    def telling(**inputs: torch.Tensor) -> torch.Tensor:
+        try:
+            return forward(**inputs)
+        except Exception:
+            meeting.tell("raised")
+            raise
+
+    model.forward = telling
     for block in model.blocks:
         block.attend = attend
     try:
@@ -124,15 +147,15 @@ def _verify_failing(attend: Callable[..., torch.Tensor]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("attend", "raised", "elsewhere", "cause"),
+    ("raised", "elsewhere", "cause"),
     [
-        (_decomposed, "PolicyNotAppliedError", "PolicyNotAppliedError", "blocks.0"),
-        (_raising, "ValueError", "FastacError", "this rank's own"),
+        ("PolicyNotAppliedError", "PolicyNotAppliedError", "blocks.0"),
+        ("ValueError", "FastacError", "this rank's own"),
     ],
 )
-def test_it_fails_on_all_where_it_fails_on_one(attend: Any, raised: str, elsewhere: str, cause: str) -> None:
+def test_it_fails_on_all_where_it_fails_on_one(raised: str, elsewhere: str, cause: str) -> None:
     """Rank 0 waits in an exchange of the model until its limit, and then names the cause, too."""
-    first, second = ranks.results(ranks.outcomes(_verify_failing, attend, timeout=LIMIT))
+    first, second = ranks.results(ranks.outcomes(_verify_failing, raised))
     assert (first[0], second[0]) == (elsewhere, raised)
     assert first[1].startswith("rank 0 of 2: ")
     assert "rank 1 of 2: " in first[1]
@@ -144,14 +167,51 @@ def _unequal() -> str:
     model, batch = build(WAN)
     if dist.get_rank() == 1:
         del model.blocks[1]  # type: ignore[index, union-attr]
-    try:
+    with pytest.raises(fastac.FastacError, match="different numbers of blocks") as error:
         fastac.verify(model, per_block=True, **batch)
-    except fastac.FastacError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 def test_unequal_numbers_of_blocks() -> None:
     for rank, message in enumerate(ranks.run(_unequal)):
         assert f"rank {rank} of 2" in message
-        assert "different numbers of blocks" in message
+
+
+# Errors of training
+
+
+def _refused_on_one_rank() -> str:
+    """FSDP2 units inside blocks gather while a block runs: rank 1 must find its error without a rerun."""
+    model: Any = stack()
+    if dist.get_rank() == 1:
+        for block in model.blocks:
+            block.attend = lambda *qkv: F.scaled_dot_product_attention(*qkv, dropout_p=0.1)
+    wrapped = sharded_inside(model)
+    fastac.enable(model, blocks="blocks")
+    try:
+        loss_of(wrapped(**stack_inputs(seed=dist.get_rank()))).backward()
+    except RuntimeError as error:
+        if dist.get_rank() == 0:
+            return str(error)
+        print(type(error).__name__, error, file=sys.stderr, flush=True)
+        os._exit(1)  # as a script that fails: the others lose their connection
+    return ""
+
+
+def test_an_error_on_one_rank_ends_all() -> None:
+    first, second = ranks.outcomes(_refused_on_one_rank)
+    assert first.result, f"rank 0 waits for rank 1 in vain: {first.error}"
+    assert "PolicyNotAppliedError rank 1 of 2: " in second.error
+    assert "blocks.0" in second.error
+
+
+def _error() -> list[Exception]:
+    error = fastac.PolicyNotAppliedError("what was seen")
+    return [error, copy.copy(error), pickle.loads(pickle.dumps(error))]
+
+
+def test_an_error_keeps_the_rank_it_was_raised_on() -> None:
+    """Also in another process, which gets it pickled."""
+    for rank, errors in enumerate(ranks.run(_error)):
+        assert {str(error) for error in errors} == {f"rank {rank} of 2: what was seen"}
+        assert {type(error) for error in errors} == {fastac.PolicyNotAppliedError}

@@ -14,9 +14,9 @@ import pytest
 
 from fastac.engine import releases
 from fastac.registry import AttentionOp
+from tests import pairs
 from tests.backends import packages
 from tests.support import code_blocks
-from tests.versions import environments
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -49,8 +49,8 @@ def test_the_releases_that_documents_name_are_those_of_the_table() -> None:
     assert [f"need torch {one}: [docs/versions.md]" in readme for one in later] == [True]
     lines = document.splitlines()
     for feature, first in releases.FIRST_TORCH.items():
-        assert f"| {feature} | {first} |" in lines, "run python -m tests.versions --all --write"
-    for torch, diffusers in environments.DIFFUSERS.items():
+        assert f"| {feature} | {first} |" in lines, "run python -m hunts.versions --all --write"
+    for torch, diffusers in pairs.DIFFUSERS.items():
         saved = 4 if releases.is_at_least(releases.FIRST_TORCH[releases.COMPILED_MODELS], torch) else "refused"
         assert any(line.startswith(f"| {torch} | {diffusers} | 8 | 4 | yes | 8 | {saved} |") for line in lines), torch
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.backends import packages
 from tests.backends.groups import REQUIRED, ROOT, not_here
-from tests.versions.environments import FAMILIES
+from tests.pairs import FAMILIES
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Tests of a trainer's model: under the trainer's own checkpointing, and under fastac in its place.
 
-A file in tests/trainers/trainers puts the package on sys.path (`packages.use`), imports the real model and the real
-switch of its checkpointing, and subclasses `Training`. Attention is counted by torch's kernel, not by fastac.
+A file here, or in hunts/trainers/trainers, puts the package on sys.path (`packages.use`), imports the real model and
+the real switch of its checkpointing, and subclasses `Training`. Attention is counted by torch's kernel, not by fastac.
 """
 
 from __future__ import annotations

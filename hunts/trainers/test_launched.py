@@ -16,15 +16,15 @@ import diffusers
 import pytest
 from safetensors.torch import load_file
 
+from hunts.trainers import pipelines
 from tests import support
-from tests.trainers import pipelines
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = (*(Path(sys.executable).with_name("accelerate"), "launch"), *("--num_processes", "1", "--num_machines", "1"))
-LAUNCH += (*("--mixed_precision", "no", "--dynamo_backend", "no", "--cpu"), "-m", "tests.trainers.counted")
+LAUNCH += (*("--mixed_precision", "no", "--dynamo_backend", "no", "--cpu"), "-m", "hunts.trainers.counted")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_launched_with_one_line_changed(tmp_path: Path) -> None:
     """Attention runs in forward alone."""
     text = (ROOT / "examples" / "diffusers_script.py").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_launched_with_one_line_changed(tmp_path: Path) -> None:
     assert load_file(tmp_path / "output" / "pytorch_lora_weights.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_pipelines_load(tmp_path: Path) -> None:
     pipelines.main(tmp_path)
     assert len(list((tmp_path / "clips").glob("*.mp4"))) == len(pipelines.PROMPTS)

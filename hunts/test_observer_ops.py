@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from hunts.test_torch_data import CHUNKS
 from tests.diagnosis.observed import MODES
 from tests.diagnosis.observed_ops import AT_TIMES, DTYPES, OTHER_PATH, changes_of_op
-from tests.soak.test_torch_data import CHUNKS, SAMPLES, torch_data
+from tests.torch_data import SAMPLES, torch_data
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 

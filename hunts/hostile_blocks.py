@@ -1,13 +1,13 @@
 """Random hostile programs: a block of random lines, used in random ways, with checkpointing and without.
 
-A program is the text of Python code, made from a seed and the tables of tests/soak/hostile_lines.py. Both runs raise,
+A program is the text of Python code, made from a seed and the tables of hunts/hostile_lines.py. Both runs raise,
 or both succeed with the same outputs, gradients, buffers and random generators, bit for bit; or fastac refuses, with an
 error of its own. Anything else is a failure. This shows the program of a seed, what comes of it, and for a failure the
 shortest program that still fails:
 
-    python -m tests.soak.hostile_blocks 1234
+    python -m hunts.hostile_blocks 1234
 
-Two numbers run a range of seeds: `python -m tests.soak.hostile_blocks 0 3000`.
+Two numbers run a range of seeds: `python -m hunts.hostile_blocks 0 3000`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac.engine import module_state
+from hunts import hostile_lines as lines
 from tests import support
 from tests.conftest import as_in_a_fresh_process
 from tests.engine.simulated import simulated
-from tests.soak import hostile_lines as lines
 from tests.support import Tensors
+from tests.torch_data import same_bits
 
 POLICIES = (
     *('"attn_only"',) * 5,
@@ -407,14 +408,6 @@ def differences(found: Tensors | Exception, expected: Tensors | Exception) -> li
         for name in found.keys() | expected.keys()
         if name not in found or name not in expected or not same_bits(found[name], expected[name])
     ]
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Unlike torch.equal, also of NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    flat = [each.resolve_conj().resolve_neg().reshape(-1) for each in (one, other)]
-    return torch.equal(*[each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in flat])
 
 
 def words_of(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Run a script in this process, and say at its end where torch's CPU attention kernel ran: docs/trainers.md.
 
-accelerate launch -m tests.trainers.counted SCRIPT [its arguments]
+accelerate launch -m hunts.trainers.counted SCRIPT [its arguments]
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from hunts.blocks import UserError
 from tests import support
-from tests.soak.blocks import UserError
 from tests.support import loss_of
 
 

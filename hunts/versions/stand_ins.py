@@ -3,7 +3,7 @@
 Such a wheel links 4 GB of libraries that nobody needs on a CPU. In their place comes one small library that has all the
 names that are looked up in them, and answers each call with "no device". Needs a C compiler and binutils.
 
-    python -m tests.versions.stand_ins TORCH/lib
+    python -m hunts.versions.stand_ins TORCH/lib
 """
 
 from __future__ import annotations

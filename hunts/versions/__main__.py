@@ -1,9 +1,9 @@
 """Run the tests on other releases of torch and diffusers.
 
-python -m tests.versions                  the oldest and the newest: README's example, the eager engine, parity
-python -m tests.versions 2.11.0           another one
-python -m tests.versions --all            every release; hook, verify, plan, compile and more on three of them
-python -m tests.versions --all --write    the same, into docs/versions.md where all passed; releases that are named
+python -m hunts.versions                  the oldest and the newest: README's example, the eager engine, parity
+python -m hunts.versions 2.11.0           another one
+python -m hunts.versions --all            every release; hook, verify, plan, compile and more on three of them
+python -m hunts.versions --all --write    the same, into docs/versions.md where all passed; releases that are named
                                           change their lines
 """
 
@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastac.engine.releases import FIRST_TORCH, TRACES, is_at_least
-from tests.versions.environments import DIFFUSERS, FAMILIES, ROOT, python_of
+from hunts.versions.environments import ROOT, python_of
+from tests.pairs import DIFFUSERS, FAMILIES
 
 FLOOR, *_, NEWEST = DIFFUSERS
 DOCUMENT = ROOT / "docs" / "versions.md"
@@ -50,7 +51,7 @@ MORE = {
 
 @dataclasses.dataclass
 class Result:
-    """What one release did. example: what tests.versions.example printed. rooms: pytest's last line, by room."""
+    """What one release did. example: what hunts.versions.example printed. rooms: pytest's last line, by room."""
 
     release: str
     example: dict[str, Any]
@@ -76,7 +77,7 @@ def run(release: str, rooms: dict[str, tuple[str, ...]]) -> Result:
         )
         return done.returncode, done.stdout
 
-    _, text = output_of("-m", "tests.versions.example")
+    _, text = output_of("-m", "hunts.versions.example")
     printed = re.search(r"^RESULT (.*)$", text, re.MULTILINE)
     if printed is None:
         sys.exit(f"torch {release}: the example failed\n{text}")
@@ -111,7 +112,7 @@ def document(results: list[Result]) -> Iterator[str]:
     kept = {release: [line for line in before if line.startswith(f"| {release} |")] for release in DIFFUSERS}
     for result in results:
         kept[result.release] = [row_of(result), rooms_of(result)]
-    yield "<!-- Written by python -m tests.versions --all --write. Do not edit. -->\n"
+    yield "<!-- Written by python -m hunts.versions --all --write. Do not edit. -->\n"
     yield "# Releases\n"
     yield f"fastac runs on torch {first} to {last}. A feature that a release lacks is an error where you use it:\n"
     yield "| feature | first torch |\n|---|---|"
@@ -162,7 +163,7 @@ def rooms_of(result: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m hunts.versions", description=__doc__.partition("\n")[0])
     named = "by default the oldest and the newest, or all"
     parser.add_argument("releases", nargs="*", choices=[*DIFFUSERS, []], help=named)
     parser.add_argument("--all", action="store_true", help="every room, on three of the releases")

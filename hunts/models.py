@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import fastac
 from fastac import Policy
-from tests.soak.attention import CHANGES, REFUSED, SUPPORTED, WIDTH, observed
-from tests.soak.blocks import BlockSpec, RandomAttentionBlock
+from hunts.attention import CHANGES, REFUSED, SUPPORTED, WIDTH, observed
+from hunts.blocks import BlockSpec, RandomAttentionBlock
 
 Policies = str | Policy | dict[str, str | Policy]
 

@@ -17,17 +17,17 @@ import torch
 
 import fastac
 from fastac import Policy
+from hunts.attention import observed
+from hunts.blocks import BlockSpec
+from hunts.models import HOW, SHAPES, ModelSpec
+from hunts.steps import WAYS
+from hunts.twins import Twins
 from tests import support
-from tests.soak.attention import observed
-from tests.soak.blocks import BlockSpec
-from tests.soak.models import HOW, SHAPES, ModelSpec
-from tests.soak.steps import WAYS
-from tests.soak.twins import Twins
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 STEPS, WARM_UP = 1200, 400
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 SPEC = ModelSpec(
     blocks=(
@@ -111,7 +111,7 @@ def left_over(run: Run, steps: int) -> dict[str, int]:
 
 def test_nothing_is_left_behind() -> None:
     """In a process of its own: where other tests compiled something, torch's caches still fill."""
-    code = "from tests.soak import test_leaks; test_leaks.soak()"
+    code = "from hunts import test_leaks; test_leaks.soak()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 

@@ -13,11 +13,11 @@ import torch
 
 import fastac
 from fastac import Policy
+from hunts import models
+from hunts.attention import REFUSED, AttentionCall, observed
+from hunts.models import SHAPES, ModelSpec, Policies
+from hunts.steps import AROUND, WAYS, Step
 from tests import support
-from tests.soak import models
-from tests.soak.attention import REFUSED, AttentionCall, observed
-from tests.soak.models import SHAPES, ModelSpec, Policies
-from tests.soak.steps import AROUND, WAYS, Step
 from tests.support import Tensors, assert_same, train_step
 
 INNER = {"inner region", "inner checkpoint"}

@@ -16,12 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastac import Policy
-from tests import support
-from tests.backends import aten_on_cpu
-from tests.soak import models
-from tests.soak.attention import SUPPORTED
-from tests.soak.blocks import BlockSpec
-from tests.soak.models import (
+from hunts import models
+from hunts.attention import SUPPORTED
+from hunts.blocks import BlockSpec
+from hunts.models import (
     ALL_CHANGES,
     ALL_KINDS,
     HOW,
@@ -31,8 +29,10 @@ from tests.soak.models import (
     ModelSpec,
     Policies,
 )
-from tests.soak.steps import WAYS
-from tests.soak.twins import Twins
+from hunts.steps import WAYS
+from hunts.twins import Twins
+from tests import support
+from tests.backends import aten_on_cpu
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 

@@ -6,7 +6,6 @@ What two runs without checkpointing do not agree on is left out.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,35 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import fastac
+from hunts.hostile_blocks import differences, is_written, words_of
 from tests.conftest import as_in_a_fresh_process
-from tests.soak.hostile_blocks import differences, is_written, words_of
 from tests.support import Tensors, run_checkpointed
+from tests.torch_data import churn, dense, fresh, some, torch_data
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 CHUNKS = 24
-SAMPLES = 8
-"""Of an op or module and a dtype: some have hundreds."""
-
 DTYPES = (torch.float32, torch.float64)
-
-
-@functools.cache
-def torch_data() -> tuple[list[Any], list[Any]]:
-    """Ops and modules. Importing them freezes the flags of torch.backends, which other tests set."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends, "disable_global_flags", lambda: None)
-        from torch.testing._internal.common_methods_invocations import op_db
-        from torch.testing._internal.common_modules import module_db
-    return op_db, module_db
-
-
-def fresh(values: Any) -> Any:
-    """Tensors among some values as leaves of their own."""
-    return tree_map_only(torch.Tensor, lambda one: one.detach().clone().requires_grad_(one.requires_grad), values)
 
 
 def trains(value: Any) -> bool:
@@ -76,10 +58,6 @@ def train(function: Callable[..., Any], values: Any, policy: str, middle: bool) 
     return {name: one.detach().clone() for name, one in found.items()} | {"generator": torch.get_rng_state()}
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
 def outcome(make: Callable[[], Callable[..., Any]], values: Any, policy: str, middle: bool) -> Tensors | Exception:
     with as_in_a_fresh_process():
         try:
@@ -87,11 +65,6 @@ def outcome(make: Callable[[], Callable[..., Any]], values: Any, policy: str, mi
             return train(make(), values, policy, middle)
         except Exception as error:
             return error.with_traceback(None)
-
-
-def churn() -> bool:
-    """Leave numbers in memory that is free: some kernels, such as LAPACK's gelsy, read what they have not written."""
-    return bool([torch.rand(size, dtype=torch.float64) for size in range(1, 400)])
 
 
 def check(name: str, make: Callable[[], Callable[..., Any]], values: Any, counts: Counter[str]) -> list[str]:
@@ -113,11 +86,6 @@ def check(name: str, make: Callable[[], Callable[..., Any]], values: Any, counts
             else:
                 wrong.append(f"{name}, {policy}{', middle' if middle else ''}: {different}")
     return wrong
-
-
-def some(samples: Any) -> list[Any]:
-    samples = list(samples)
-    return samples[:: -(-len(samples) // SAMPLES) or 1]
 
 
 def samples_of_op(op: Any) -> Iterator[Any]:

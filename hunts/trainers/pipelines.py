@@ -1,6 +1,6 @@
 """Tiny pipelines with random weights, clips and images on disk, for trainers' own scripts: docs/trainers.md.
 
-python -m tests.trainers.pipelines FOLDER
+python -m hunts.trainers.pipelines FOLDER
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,21 @@ BLOCK: Table = {
             "  # init: self.heads$n = nn.MultiheadAttention(W, HEADS, batch_first=True)",
             "$o = self.layer$n($p)"
             "  # init: self.layer$n = nn.TransformerEncoderLayer(W, HEADS, 12, 0.0, batch_first=True)",
+        ),
+    ),
+    "kernels": (
+        3,
+        (
+            "$o = kernel('strided', $p, $q, $q)",
+            "$o = kernel('expanded', $p, $q, $p)",
+            "$o = kernel('drawing', $p, $q, $q)",
+            "$o = kernel('returns_value', $p, $p, $q)",
+            "$o = kernel('returns_part_of_value', $p, $q, $q * 1)",
+            "$o = kernel('writes_query', $p * 1, $q, $q)",
+            "$o = kernel('nested', $p, $q, $p)",
+            "try: $o = kernel('refusing', $p, $q, $q)\nexcept NotImplementedError: $o = attend($p, $q, $q)",
+            "self.calls$n += 1; $o = kernel('other_statistics', $p, $q, $q, self.calls$n)  # init: self.calls$n = 0",
+            "$o = kernel('without_a_row', $p, $q, $q)",
         ),
     ),
     "views": (
@@ -407,6 +423,48 @@ def drawing(*tokens: Tensor) -> Tensor:
     attention = support.custom_attention("hostile_drawing", "dropout", "dropout_p")
     heads = [one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in tokens]
     return attention(*heads, 0.3).transpose(1, 2).flatten(2)
+
+
+KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "strided": lambda out, *_: (out.transpose(1, 2).contiguous().transpose(1, 2),),
+    "expanded": lambda out, *_: (out.mean(-2, keepdim=True).expand_as(out),),
+    "drawing": lambda out, *_: (F.dropout(out, 0.3),),
+    "returns_value": lambda out, query, key, value, _: (value,),
+    "returns_part_of_value": lambda out, query, key, value, _: (value[..., :1].expand_as(value),),
+    "writes_query": lambda out, query, *_: (out + query.mul_(0.5),),
+    "nested": lambda out, *tensors: (F.scaled_dot_product_attention(*tensors[:3]),),
+    "other_statistics": lambda out, query, key, value, count: (out, torch.ones(count)),
+    "without_a_row": lambda out, *_: (out,),
+}
+"""What an attention op of the tests' own returns of the output that it computed, its inputs and a number."""
+
+
+def refusing(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+@functools.cache
+def _kernel(kind: str) -> tuple[Any, Callable[..., Tensor]]:
+    returned = KERNELS.get(kind, refusing)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, count: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        out, statistics = support.attention_math(query, key, value)
+        out, *more = returned(out, query, key, value, count)
+        return out, statistics, *(more or [torch.ones(1)])
+
+    value, returns = ("Tensor(b) value", "Tensor(b)") if "value" in kind else ("Tensor value", "Tensor")
+    library = support.define_op(
+        f"hostile_{kind}(Tensor query, Tensor key, {value}, int n=0) -> ({returns}, Tensor, Tensor)", run
+    )
+    if kind != "without_a_row":
+        support.register_row(f"hostile_{kind}", "always" if kind == "drawing" else None)
+    return library, support.attention_function(getattr(torch.ops.fastac_tests, f"hostile_{kind}").default)
+
+
+def kernel(kind: str, *tokens: Tensor | int) -> Tensor:
+    """Attention by a kernel that does what those of libraries rarely do."""
+    tensors = [one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in tokens[:3]]
+    return _kernel(kind)[1](*tensors, *tokens[3:]).transpose(1, 2).flatten(2)
 
 
 def causal(tokens: Tensor) -> Tensor:

@@ -11,27 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.versions import stand_ins
+from hunts.versions import stand_ins
+from tests.pairs import DIFFUSERS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fastac", "versions")
 
-DIFFUSERS = {
-    "2.9.1": "0.33.1",
-    "2.10.0": "0.36.0",
-    "2.11.0": "0.39.0",
-    "2.12.1": "0.40.0",
-    "2.13.0": "0.42.1",
-    "2.14.1": "0.42.1",
-    "2.15.0": "0.42.1",
-}
-"""Release of torch -> the diffusers that it is tried with."""
-
 OWN = "2.13.0"
 """What the environment has that runs this."""
-
-FAMILIES = "Wan or LTX or HunyuanVideoTransformer or CogVideoX"
-"""Models that every pair is tried with, as pytest selects them by `-k`."""
 
 OF_TORCH = ("filelock", "fsspec", "Jinja2", "networkx", "setuptools", "sympy", "typing_extensions")
 OF_TESTS = (

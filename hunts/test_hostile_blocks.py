@@ -1,6 +1,6 @@
-"""Thousands of random hostile programs, exact or refused: tests/soak/hostile_blocks.py says what they are.
+"""Thousands of random hostile programs, exact or refused: hunts/hostile_blocks.py says what they are.
 
-`make soak ARGS="-rP tests/soak/test_hostile_blocks.py"` prints what came of how many.
+`make soak ARGS="-rP hunts/test_hostile_blocks.py"` prints what came of how many.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import pytest
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from tests.soak import hostile_blocks
-from tests.soak.hostile_blocks import KNOWN, ORDERED, WRITTEN, Program, check, shortest
+from hunts import hostile_blocks
+from hunts.hostile_blocks import KNOWN, ORDERED, WRITTEN, Program, check, shortest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROGRAMS, CHUNK = 4000, 200
 SAMPLES = range(PROGRAMS, PROGRAMS + 20), range(ORDERED + PROGRAMS, ORDERED + PROGRAMS + 15)
-LIMITS = Path(__file__).parents[2] / "docs" / "limits.md"
+LIMITS = Path(__file__).parents[1] / "docs" / "limits.md"
 
 
 def run(seeds: range) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from tests.soak.attention import CHANGES, HEADS, REFUSED, SUPPORTED, WIDTH, AttentionCall, observed
+from hunts.attention import CHANGES, HEADS, REFUSED, SUPPORTED, WIDTH, AttentionCall, observed
 
 Tensor = torch.Tensor
 
