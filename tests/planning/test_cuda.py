@@ -25,8 +25,8 @@ from fastac.engine import torch_private
 from fastac.engine.torch_private import NEEDS_VALUES
 from fastac.planning.cuda import OneKernel
 from tests.cli.conftest import Command, configuration
-from tests.planning.planned import WAN, stack_inputs, tiny
-from tests.support import AttentionBlock, AttentionStack
+from tests.planning.planned import WAN, tiny
+from tests.support import AttentionBlock, AttentionStack, stack_inputs
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/gpu_wan_nvidia_h100_80gb_hbm3.json"
 
