@@ -68,7 +68,7 @@ def stepping(monkeypatch: pytest.MonkeyPatch, step: Step) -> None:
 def test_every_way_is_measured(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks with two attention calls each, in a table of 80 columns."""
     monkeypatch.delenv("COLUMNS")
-    ran, found = bench("--rounds", "3", "--layers", "2")
+    ran, found = bench("--rounds", "3", "--layers", "2", "--frames", "33", "--height", "64", "--width", "64")
     rows = found["rows"]
     assert list(rows) == NAMES
     assert [name for name, row in rows.items() if row["problem"]] == ["long_attn_only"], "no attention is long here"
@@ -88,14 +88,14 @@ def test_every_way_is_measured(bench: Callable[..., Any], monkeypatch: pytest.Mo
     assert held["none"] == held["auto"] > held["attn_only"] > held["full"]
     assert held["attn_only"] - held["full"] == found["budget"], "what fastac.report says is saved"
     assert 0 < held["planned"] - held["full"] <= found["budget"]
-    assert none["peak_bytes"] > max(saved["peak_bytes"], full["peak_bytes"])
+    assert none["peak_bytes"] > saved["peak_bytes"] > full["peak_bytes"]
     assert (none["chosen"], rows["auto"]["chosen"].partition(";")[0]) == ("", "no checkpointing")
 
     text, cells = " ".join(ran.out.split()), cells_of(ran.out)
     assert 70 < max(map(len, ran.out.splitlines())) <= 80, ran.out
     assert {"long_attn_only", "planned"} < set(cells), "names are broken between words"
     assert cells["attn_only"][0] == f"{saved['relative']:.3f}"
-    assert cells["attn_only"][4:] == ["4", "bitwise"]
+    assert cells["attn_only"][4] == "4"
     assert f"budget: {readable_bytes(found['budget'])}" in text
     assert "auto: no checkpointing; " in text
 
@@ -247,7 +247,7 @@ def test_a_configuration_and_a_video(bench: Callable[..., Any], small: list[str]
     assert waiting.pop("attn_only, offload") > waiting.pop("full, offload") > 0 == max(waiting.values())
     for name in ("full, offload", "attn_only, offload"):
         assert rows[name]["different"] == 0
-        assert rows[name]["copies"] == 2, "all but the last two of three blocks, out and back"
+        assert rows[name]["copies"] == (2 if name.startswith("full") else 4), "out and back"
         assert f"{name}: {readable_bytes(rows[name]['host_bytes'])} on the host" in ran.out.splitlines()
 
 

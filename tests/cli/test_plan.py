@@ -104,6 +104,7 @@ def test_a_plan_as_a_table(small: list[str], monkeypatch: pytest.MonkeyPatch, co
     assert table.splitlines()[-1] == "# It fits without checkpointing: nothing is to be enabled."
 
 
+@pytest.mark.slow
 def test_the_best_that_fits(small: list[str], command: Command) -> None:
     """Of all rows, with copies only as fast as the bus; and the lines of code enable it."""
     path = Path(small[0])

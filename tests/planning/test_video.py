@@ -90,6 +90,7 @@ def test_the_longest_video_is_one_that_the_model_takes(plans: Plans) -> None:
         assert plans(frames, "--memory", "1TiB")["largest"]["full"] == 93
 
 
+@pytest.mark.slow
 def test_the_longest_video_fits(plans: Plans) -> None:
     """To the byte, though most lengths are not simulated: bytes grow on a line. Within a budget, too."""
     with planned.exact():
