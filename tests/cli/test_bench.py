@@ -131,6 +131,7 @@ def test_timed_steps_are_ordinary_ones(
     assert found["rows"]["auto"]["chosen"].endswith(f" of {limit} planned")
 
 
+@pytest.mark.slow
 def test_ways_that_do_not_run_and_ways_that_differ(
     bench: Callable[..., Any], command: Command, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ def test_bytes_are_those_of_the_allocator() -> None:
     assert measuring.allocated_bytes(run, lambda result: torch.empty(2_000_000)) == (4000, 8_004_000)
 
 
+@pytest.mark.slow
 def test_a_configuration_and_a_video(bench: Callable[..., Any], small: list[str], tmp_path: Path) -> None:
     """Of every list of blocks the first; with what waits on the host, and a budget of one's own."""
     of = [configuration(tmp_path, "WanVACETransformer3DModel", num_layers=5, vace_layers=[0, 4]), *small[1:]]
@@ -251,6 +253,7 @@ def test_a_configuration_and_a_video(bench: Callable[..., Any], small: list[str]
         assert f"{name}: {readable_bytes(rows[name]['host_bytes'])} on the host" in ran.out.splitlines()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_run(command: Command, small: list[str], available: Callable[[int], None]) -> None:
     """By a plan, before the model is built; if nothing fits, sizes are named with which it does."""
     arguments = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--frames", "33"]
