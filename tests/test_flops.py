@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
-from fastac import registry
-from fastac.engine import interception, releases
-from fastac.registry import AttentionOp, Flops
+from fastac import AttentionOp, registry
+from fastac.engine import releases
+from fastac.registry import Flops
 from tests import support
 
 if releases.is_at_least("2.10"):
@@ -61,14 +61,16 @@ def define(schema: str, output: Callable[..., Any]) -> Any:
     return getattr(torch.ops.fastac_tests, name)
 
 
-def row(op: Any, **options: Any) -> AttentionOp:
+def register(op: Any, flops: dict[str, Any] | None = None, **options: Any) -> None:
     name = str(op).rpartition(".")[2]
-    return AttentionOp(**{"backend": "tests", "namespace": "fastac_tests", "name": name, "dropout": None} | options)
+    options = {"backend": "tests", "namespace": "fastac_tests", "name": name, "dropout": None} | options
+    fastac.register(AttentionOp(**options, flops=Flops(**flops or {})))
+    look_for_ops()
 
 
-def register(op: Any, **options: Any) -> None:
-    fastac.register(row(op, **options))
-    interception.install()
+def look_for_ops() -> None:
+    """fastac looks for the ops of its rows where it is enabled."""
+    fastac.enable(support.stack(), blocks="blocks")
 
 
 def tensors(layout: str = "bhsd") -> list[torch.Tensor]:
@@ -85,7 +87,7 @@ def output_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: A
 
 
 def test_every_op_of_a_row_has_a_formula_and_so_has_its_backward() -> None:
-    interception.install()
+    look_for_ops()
     absent = set()
     for attention in registry.rows():
         if not isinstance(attention, AttentionOp) or attention.backend == "tests":
@@ -105,7 +107,7 @@ def test_every_op_of_a_row_has_a_formula_and_so_has_its_backward() -> None:
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
 def test_of_torchs_attention_for_cpus(kv_heads: int) -> None:
     """torch has no formula for it. Heads are those of the queries."""
-    interception.install()
+    look_for_ops()
     query = torch.randn(BATCH, HEADS, QUERIES, DIM, requires_grad=True)
     key, value = (torch.randn(BATCH, kv_heads, KEYS, DIM, requires_grad=True) for _ in range(2))
     op = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -121,7 +123,7 @@ def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
         f"{backward}(bool flag, Tensor grad, Tensor query, Tensor key, Tensor value) -> Tensor",
         lambda flag, grad, query, key, value: torch.empty_like(query),
     )
-    register(op, layout=layout, flops=Flops(backward=backward))
+    register(op, layout=layout, flops={"backward": backward})
     query, key, value = tensors(layout)
     output = op(query, key, value)
     assert counted(op, query, key, value) == {str(op): FORWARD}
@@ -153,26 +155,26 @@ CHOSEN[:, :, 0, 1] = CHOSEN[:, :, 1, 2:4] = True
 LISTS = torch.zeros(BATCH, HEADS, 2, 3, dtype=torch.int32)  # with room for three blocks
 IN_LISTS = (LISTS, CHOSEN.sum(-1), torch.full((5,), 2))
 BY_BLOCKS = 2 * BATCH * HEADS * (12 * 2) * (DIM + VALUE_DIM)
-BY_MAP = {"layout": "bhsd", "flops": Flops(blocks=("map",))}
+BY_MAP = {"layout": "bhsd", "flops": {"blocks": ("map",)}}
 
 CASES: dict[str, tuple[str, dict[str, Any], list[Any], int, int | None]] = {
     "packed": (
         "Tensor? ends_q, Tensor? ends_k, int longest=-1",
-        {"layout": "thd", "max_kv": "longest", "flops": Flops(offsets=("ends_q", "ends_k"))},
+        {"layout": "thd", "max_kv": "longest", "flops": {"offsets": ("ends_q", "ends_k")}},
         [*packed_tensors(), ends(QUERY_LENGTHS), ends(KEY_LENGTHS), 10],
         2 * PACKED_PAIRS * (DIM + VALUE_DIM),
         2 * sum(QUERY_LENGTHS) * HEADS * 10 * (DIM + VALUE_DIM),  # by the longest
     ),
     "masks of padding": (
         "Tensor mask_q, Tensor mask_k",
-        {"flops": Flops(offsets=("mask_q", "mask_k"))},
+        {"flops": {"offsets": ("mask_q", "mask_k")}},
         [*tensors("bshd"), padding(QUERIES, 20, 7), padding(KEYS, 9, 4)],
         2 * HEADS * (20 * 9 + 7 * 4) * (DIM + VALUE_DIM),
         None,
     ),
     "lists of blocks": (
         "Tensor lists, Tensor number, Tensor sizes",
-        {"layout": "bhsd", "flops": Flops(blocks=("lists", "number")), "coarse": "sizes"},
+        {"layout": "bhsd", "flops": {"blocks": ("lists", "number")}, "coarse": "sizes"},
         [*tensors(), *IN_LISTS],
         BY_BLOCKS * 3,
         BY_BLOCKS * 2 * 3,  # by the room in the lists
@@ -205,7 +207,7 @@ def test_a_formula_that_is_there_stays() -> None:
 
 
 def test_the_op_of_compiled_flex_attention() -> None:
-    interception.install()
+    look_for_ops()
     formula = flop_registry[torch.ops.fastac_compiled.flex_attention]
     output = output_of(*tensors())
     assert formula(*tensors(), [], [], 0, out_val=(output, output[..., 0], output[..., 0])) == FORWARD

@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 import fastac
-from fastac import cli
-from fastac.backends import LIBRARIES
-from fastac.cli import version
-from fastac.cli.backends import _backends_of_diffusers
-from fastac.errors import FastacError
-from fastac.policy import Policy
+from fastac import Policy
 from tests import support
+from tests.cli.conftest import Command
+from tests.engine.simulated import simulated
 from tests.support import cells_of
 
 
-def test_every_library_and_backend_and_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["backends", "--all"]) == 0
-    cells = cells_of(capsys.readouterr().out)
+def test_every_library_and_backend_and_what_this_machine_can_do(command: Command) -> None:
+    cells = cells_of(command("backends", "--all").out)
     assert {backend.value for backend in AttentionBackendName} <= set(cells)
     assert cells["native"][0].startswith("can be saved: ")
     assert cells["_native_math"][0].startswith("refused, decomposed: ")
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in cells
-    assert {library.name for library in LIBRARIES} <= set(cells)
-    assert cli.main(["backends"]) == 0
-    table = capsys.readouterr().out
+    libraries = {library["name"]: library for library in json.loads(command("backends", "--json").out)["libraries"]}
+    assert set(libraries) <= set(cells)
+    table = command("backends").out
     here = cells_of(table)
     assert {"native", "_native_math", "scaled_dot_product_attention"} <= set(here)
-    absent = {library.name for library in LIBRARIES if version(library.distribution or "torch") is None}
+    absent = {name for name, library in libraries.items() if library["installed"] is None}
     assert not {"sage", "_native_npu", *absent} & set(here), "they are not installed"
     assert re.fullmatch(r"not installed, or cannot run here: \d+ more \(--all\)", table.splitlines()[-1])
 
 
-def test_what_another_diffusers_does_not_have_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_diffusers_does_not_have_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     """None of them before 0.35, which has no dispatcher."""
+
+    def names() -> list[str]:
+        return [backend["name"] for backend in json.loads(command("backends", "--json").out)["diffusers_backends"]]
+
     package = tmp_path / "diffusers"
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "diffusers", raising=False)
-    assert not _backends_of_diffusers()
+    assert not names()
     (package / "models").mkdir()
     (package / "models" / "attention_dispatch.py").write_text('NATIVE = "native"')
-    assert list(_backends_of_diffusers()) == ["native"]
+    assert names() == ["native"]
 
 
 def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) -> None:
@@ -73,7 +77,6 @@ def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) 
     found = json.loads(ran.stdout)
     assert found["versions"]["torch"] == version("torch")
     libraries = {library["name"]: library for library in found["libraries"]}
-    assert list(libraries) == [library.name for library in LIBRARIES]
     assert libraries["xFormers"]["installed"] == "0.1"
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in libraries["scaled_dot_product_attention"]["ops"]
     backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
@@ -81,19 +84,18 @@ def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) 
     assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
 
 
-def test_everything_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_fits_80_columns(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Where nothing says how wide a terminal is, and nothing is cut off. Tables of plan and bench have tests there."""
-    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
     model, inputs = support.build("WanTransformer3DModel")
     fastac.enable(model, {"blocks.0": "full", "*": Policy(min_kv=4, linear=("ffn.*",), offload=True)})
-    verified = fastac.verify(model, **inputs)
-    support.train_step(model, inputs)
+    with simulated(late=False):
+        verified = fastac.verify(model, **inputs)
+        support.train_step(model, inputs)
     for columns in (None, 50, 200):
         width = columns or 80
         monkeypatch.setenv("COLUMNS", str(width)) if columns else monkeypatch.delenv("COLUMNS")
-        for command in (["backends"], ["backends", "--all"]):
-            assert cli.main(command) == 0
-            text = capsys.readouterr().out
+        for arguments in (["backends"], ["backends", "--all"]):
+            text = command(*arguments).out
             assert min(width, 81) - 10 < max(map(len, text.splitlines())) <= width, text
             assert "…" not in text
         for text in map(str, (verified, fastac.report(model))):
@@ -121,26 +123,21 @@ print(fastac.verify(Model(8, 8), torch.ones(1, 4, 8)))
     assert (ran.stdout, ran.stderr) == (f"fastac {version('fastac')}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["check"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])
-def test_a_wrong_call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
-    assert "usage: fastac" in capsys.readouterr().err
+def test_a_wrong_call(command: Command) -> None:
+    for arguments in ([], ["check"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]):
+        ran = command(*arguments)
+        assert ran.status == 2
+        assert "usage: fastac" in ran.err
 
 
-@pytest.mark.parametrize(
-    ("error", "message"), [(FastacError("no such thing"), "fastac: no such thing\n"), (BrokenPipeError(), "")]
-)
-def test_what_ends_a_command(
-    error: Exception, message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line, and no traceback; nothing where who reads has read enough."""
+def test_a_reader_that_has_read_enough(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback: nothing is said."""
 
-    def fails(options: object) -> int:
-        raise error
+    class Closed(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
 
-    monkeypatch.setattr("fastac.cli.backends.run", fails)
-    monkeypatch.setattr("fastac.cli.os.dup2", lambda *descriptors: None)
-    assert cli.main(["backends"]) == 1
-    assert capfd.readouterr().err == message
+    with (tmp_path / "pipe").open("wb") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Closed(pipe))
+        ran = command("backends")
+    assert (ran.status, ran.err) == (1, "")

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
-from fastac.cli.measuring import allocated_bytes
-from fastac.engine import flops
 from fastac.models.published import add_lora
-from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import Forecast
 from fastac.policy import Policy
-from tests import support
+from tests import live_bytes, support
+from tests.engine.simulated import Simulated, simulated
 from tests.live_bytes import LiveBytes
 from tests.models.tiny import tiny_model
 
@@ -42,12 +42,23 @@ def plan_of(name: str) -> fastac.Plan:
     return fastac.plan(*tiny(name))
 
 
-@functools.cache
-def forecast_of(name: str) -> Forecast:
-    return Forecast(fake_model(*tiny(name)))
+@contextlib.contextmanager
+def exact() -> Iterator[Simulated]:
+    """A device on which plans are right to the byte: small storages leave, too, and torch holds no generator's state.
+
+    That state is no tensor that an operator returns.
+    """
+    with pytest.MonkeyPatch.context() as patch, simulated(late=False) as device:
+        patch.setattr("fastac.planning.simulation.GENERATOR_STATE", 0)
+        yield device
 
 
-def under(model: torch.nn.Module, policy: str | Policy | Mapping[str, Policy], **options: Any) -> Any:
+def row_of(plan: fastac.Plan, policies: str | Policy | Mapping[str, Any]) -> Any:
+    """The row of any policies, as those that a plan has by itself."""
+    return plan.forecast.plan(policies)
+
+
+def under(model: torch.nn.Module, policy: str | Policy | Mapping[str, Any], **options: Any) -> Any:
     """A copy of a model under a policy, or under none."""
     mine = copy.deepcopy(model)
     if policy != "none":
@@ -70,35 +81,41 @@ def clear(model: torch.nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tenso
     return outside
 
 
-def live(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of the storages that operators return: alive after the forward, and the most of a step.
+def live(model: torch.nn.Module, inputs: Mapping[str, Any], device: Simulated) -> tuple[int, int, int]:
+    """Bytes of the storages that operators return: alive after the forward, on the host then, and the most of a step.
 
     Of a model that ran before: what is built once is there.
     """
     with LiveBytes(clear(model, inputs)) as meter:
         outputs = model(**inputs)
-        held = meter.now
+        held, host = meter.now, device.in_use
     del outputs
     with LiveBytes(clear(model, inputs)) as meter:
         step(model, inputs)
-    return held, meter.peak
+    return held, host, meter.peak
 
 
 def allocated(model: torch.nn.Module, inputs: Mapping[str, Any]) -> int:
     """Bytes of the allocator that are still allocated after the forward."""
     step(model, inputs)  # what is built once is built now
     clear(model, inputs)
-    return allocated_bytes(lambda: model(**inputs)).held
+    return live_bytes.allocated(lambda: model(**inputs))
 
 
-def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
-    flops.register_formulas()
+def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         step(model, inputs)
     clear(model, inputs)
-    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    return counter.get_total_flops()
 
 
-def stack_inputs() -> dict[str, Any]:
+def stack_inputs(tokens: int = support.VIDEO_TOKENS, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Inputs of a stack, which need no gradients."""
-    return {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
+    torch.manual_seed(tokens)
+    shapes = {"video": tokens, "text": support.TEXT_TOKENS}
+    return {name: torch.randn(1, length, support.WIDTH, dtype=dtype) for name, length in shapes.items()}
+
+
+def is_planned(value: torch.Tensor) -> bool:
+    """Whether a model runs in a simulation, by one of its tensors."""
+    return isinstance(value, FakeTensor)

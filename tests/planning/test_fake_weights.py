@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastac
 from fastac.errors import FastacError
-from fastac.planning.forecast import states_of
 from tests.marks import needs_diffusers
 from tests.planning import planned
 from tests.planning.planned import WAN, stack_inputs, tiny
@@ -197,7 +196,7 @@ def test_weights_that_fsdp2_computes_with_in_another_dtype(tmp_path: Path) -> No
         for model in (stored, computed)
     )
     blocks = list(stored.get_submodule("blocks").children())
-    states = states_of(stored, gpus=4, blocks=blocks)
+    states = fastac.plan(stored, inputs, gpus=4).states
     gradients = sum(parameter.nbytes for parameter in stored.parameters()) // 4
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)

@@ -1,154 +1,232 @@
-"""What is predicted of a step, against the step: bytes to the byte, and FLOPs."""
+"""What is planned of a step, against the step: bytes to the byte, on the device and the host, and FLOPs.
+
+Of blocks that are alike five run, so a plan of six is a plan of what was repeated.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+import fastac
+from fastac import Policy
 from fastac.engine.releases import WHOLE_PRODUCT
-from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import Forecast
-from fastac.planning.simulation import GENERATOR_STATE
-from fastac.planning.timeline import block_name
-from fastac.policy import Policy, of_first
+from tests import support
 from tests.marks import quick
 from tests.planning import planned
-from tests.planning.planned import (
-    COGVIDEOX,
-    HUNYUAN_VIDEO,
-    LTX,
-    WAN,
-    forecast_of,
-    stack_inputs,
-    tiny,
-)
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, stack_inputs, tiny
 from tests.support import AttentionBlock, AttentionStack, stack
 
-KINDS = {
-    WAN: "cross-attention",
-    COGVIDEOX: "video and text joined",
-    HUNYUAN_VIDEO: "two lists of blocks, and a mask whose values count",
-    "LTX2VideoTransformer3DModel": "video and sound",
-    "WanVACETransformer3DModel": "a second list beside the first",
-    "SanaVideoTransformer3DModel": "linear attention",
-    "MochiTransformer3DModel": "parts under autocast",
-}
-"""One model of each kind."""
-
-OTHER_KINDS: dict[str, tuple[torch.dtype, int]] = {WAN: (torch.bfloat16, 4)}
-"""Models that are not in fp32 with all weights trained here: in bf16, with LoRA of a rank."""
-
-ALL_LINEAR = Policy(linear=("*",))
-POLICIES: tuple[str | Policy, ...] = ("none", "full", "attn_only", ALL_LINEAR)
+NONE, FULL, ALL_LINEAR = Policy("none"), Policy("full"), Policy(linear=("*",))
 
 
-@pytest.mark.parametrize("name", quick(KINDS, WAN, COGVIDEOX))
-def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held bytes and peak of every policy, to the byte.
-
-    Held are the bytes of the allocator, less what it is asked for below all modes without fastac, too. The peak is that
-    of what operators return, which no state of a generator is; nor are copies of products that are saved, so with
-    those it may be less.
-    """
-    monkeypatch.setattr("fastac.planning.simulation.GENERATOR_STATE", 0)
-    model, inputs = tiny(name, *OTHER_KINDS.get(name, ()))
-    found = Forecast(fake_model(model, inputs))
-    unseen = 0
-    wrong = []
-    half = of_first(list(found.fake_model.blocks), len(found.fake_model.blocks) // 2, "attn_only")
-    for policy in (*POLICIES, half):
-        plan, mine = found.plan(policy), planned.under(model, policy)
-        held, (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
-        states = GENERATOR_STATE * sum(
-            found.policies(policy)[block_name(one)].checkpoints for one in found.full.candidates
-        )
-        unseen = held - held_seen if policy == "none" else unseen
-        peak = plan.peak_bytes - found.states.total
-        is_peak = peak >= peak_seen if policy is ALL_LINEAR else peak == peak_seen
-        if plan.held_bytes != held - states - unseen or not is_peak:
-            wrong.append(f"{policy}: {plan} predicted, {held - states - unseen} and {peak_seen} measured")
-    assert not wrong, "\n".join(wrong)
-    assert found.plan("attn_only").saved_bytes > 0
-
-
-@pytest.mark.parametrize("name", [WAN, LTX, COGVIDEOX])
-def test_flops_are_those_that_torch_counts(name: str) -> None:
-    """What attn_only avoids is the attention that full checkpointing runs again."""
-    model, inputs = tiny(name)
-    found = forecast_of(name)
-    none, full = (planned.counted_flops(planned.under(model, policy), inputs) for policy in ("none", "full"))
-    again = sum(full[op] - none[op] for op in none if "attention" in op and "backward" not in op)
-    assert found.plan("none").flops == sum(none.values())
-    assert found.plan("full").flops == sum(full.values())
-    assert found.plan("attn_only").flops == sum(full.values()) - again
-    attention = found.plan("attn_only")
-    half = of_first(list(found.fake_model.blocks), 1, "full")
-    assert found.plan(half).flops == sum(planned.counted_flops(planned.under(model, half), inputs).values())
-    assert found.plan("none").relative < attention.relative < found.plan("full").relative == 1
-    assert attention.held_bytes - attention.saved_bytes == found.plan("full").held_bytes
-
-
-def test_a_block_that_is_called_twice() -> None:
-    class Twice(AttentionStack):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            for block in (*self.blocks, self.blocks[1]):
-                video = block(video, text)
-            return video
-
-    model, inputs = Twice(layers=3), stack_inputs()
-    found = Forecast(fake_model(model, inputs, "blocks"))
-    assert list(found.full.candidates)[-1] == "blocks.1#2"
-    assert len(found.outputs()["blocks.1"]) == 2 * len(found.outputs()["blocks.0"])
-    full = planned.allocated(planned.under(model, "full", blocks="blocks"), inputs)
-    for policy in ("full", "attn_only", ALL_LINEAR):
-        mine = planned.under(model, policy, blocks="blocks")
+def assert_measured(
+    plan: fastac.Plan, model: Any, inputs: Mapping[str, Any], policies: Mapping[str, Policy], **options: Any
+) -> None:
+    """A step under policies of all blocks holds and runs what the plan says. To be called on an exact device."""
+    row = planned.row_of(plan, policies)
+    mine = planned.under(model, policies, **options)
+    with planned.exact() as device:
         planned.step(mine, inputs)
-        # of what is kept of Linear modules since torch 2.15, a copy, the allocator alone knows
-        assert found.plan(policy).saved_bytes == planned.allocated(mine, inputs) - full
-        if WHOLE_PRODUCT or policy is not ALL_LINEAR:
-            assert found.plan(policy).held_bytes - 4 * GENERATOR_STATE == planned.live(mine, inputs)[0]
+        held, host, peak = planned.live(mine, inputs, device)
+    said = f"{row} planned, under {policies}"
+    bare = {name: FULL if policy.checkpoints else policy for name, policy in policies.items()}
+    if any(policy.linear for policy in policies.values()):
+        # Some of these are copies that no operator returns: the allocator alone knows them.
+        if not any(policy.offload for policy in policies.values()):
+            only_full = planned.allocated(planned.under(model, bare, **options), inputs)
+            assert row.saved_bytes == planned.allocated(mine, inputs) - only_full, said
+        assert row.peak_bytes - plan.states.total >= peak, said
+    else:
+        assert (row.held_bytes, row.host_bytes, row.peak_bytes - plan.states.total) == (held, host, peak), said
+    if policies == bare:
+        assert row.flops == planned.counted_flops(mine, inputs), said
 
 
-def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
-    """No backward comes to them: what torch would recompute them from is gone with their forward."""
+# Random stacks
+
+
+class Drawn(AttentionStack):
+    """A stack of which some blocks are frozen or called twice, and what it does between its blocks."""
+
+    ran: list[set[int]]
+
+    def __init__(
+        self, layers: int, block: Any, *, frozen: int, again: int, between: str, autocast: bool, unlike: bool
+    ) -> None:
+        super().__init__(layers, block=block)
+        self.blocks[:frozen].requires_grad_(False)
+        self.again, self.between, self.autocast = again, between, autocast
+        if unlike:
+            self.blocks[layers // 2].fraction = 0.5
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if planned.is_planned(video):
+            Drawn.ran.append(set())
+        outputs, aside = [], []
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            for number, block in enumerate((*self.blocks, *self.blocks[: self.again])):
+                video = block(video, text)
+                if self.between == "one is doubled" and number == 3:
+                    video = video * 2
+                if self.between == "kept aside":
+                    aside.append(video.detach() * 2)
+                if self.between == "all are added":
+                    outputs.append(video)
+        return torch.stack([one * one for one in outputs]).sum(0) if outputs else video
+
+
+class Noted(AttentionBlock):
+    """A block that says of itself when it runs in a simulation."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if planned.is_planned(video):
+            Drawn.ran[-1].add(id(self))
+        return super().forward(video, text)
+
+
+OPTIONS: dict[str, Sequence[Any]] = {
+    "layers": (6, 2, 3, 4, 5),
+    "dtype": (torch.float32, torch.bfloat16),
+    "attend": (None, support.written_out),
+    "dropout": (0.0, 0.1),
+    "frozen": (0, 1, 2),
+    "again": (0, 1),
+    "between": ("nothing", "one is doubled", "kept aside", "all are added"),
+    "autocast": (False, True),
+    "unlike": (False, True),
+}
+PLAIN = {name: values[0] for name, values in OPTIONS.items()}
+STACKS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "alike": (PLAIN, [5]),
+    "called twice": ({**PLAIN, "layers": 3, "again": 1}, [3]),
+    "frozen": ({**PLAIN, "layers": 4, "frozen": 2}, [4]),
+    "autocast": ({**PLAIN, "autocast": True}, [5]),
+    "another attribute": ({**PLAIN, "unlike": True}, [6]),
+    "one is doubled": ({**PLAIN, "between": "one is doubled"}, [5, 6]),
+    "kept aside": ({**PLAIN, "between": "kept aside"}, [2, 6]),
+    "all are added": ({**PLAIN, "between": "all are added"}, [5, 6]),
+    "any": ({}, []),
+}
+"""What all examples have, and how many blocks run in each simulation: sometimes one was in vain."""
+
+POLICIES = st.sampled_from(
+    [
+        NONE,
+        FULL,
+        Policy(),
+        Policy(min_kv=13),
+        ALL_LINEAR,
+        Policy("linear_only", linear=("qkv", "ffn.*")),
+        Policy(offload=True, keep=1),
+        Policy(offload="attention"),
+        Policy("full", offload=True),
+        Policy(offload="inputs", keep=3),
+    ]
+)
+
+
+@functools.lru_cache(1)
+def planned_stack(items: tuple[tuple[str, Any], ...]) -> tuple[fastac.Plan, Any, dict[str, Any]]:
+    drawn = dict(items)
+    layers, dtype = drawn.pop("layers"), drawn.pop("dtype")
+    block = partial(Noted, attend=drawn.pop("attend"), dropout=drawn.pop("dropout"))
+    torch.manual_seed(0)
+    model = Drawn(layers, block, **drawn | {"frozen": min(layers - 1, drawn["frozen"])}).to(dtype)
+    inputs = stack_inputs(dtype=dtype)
+    fastac.enable(model, "full", blocks="blocks")
+    model(**inputs)  # its blocks have states now
+    fastac.disable(model)
+    Drawn.ran = []
+    with planned.exact():
+        return fastac.plan(model, inputs, blocks="blocks"), model, inputs
+
+
+@pytest.mark.parametrize("name", quick(STACKS, "called twice", "frozen"))
+def test_random_stacks(name: str) -> None:
+    fixed, ran = STACKS[name]
+    drawn = {key: st.just(fixed[key]) if fixed else st.sampled_from(values) for key, values in OPTIONS.items()}
+
+    # What fails is small: to look for what is smaller would take minutes.
+    @settings(max_examples=4, derandomize=True, deadline=None, database=None, phases=(Phase.generate,))
+    @given(st.fixed_dictionaries(drawn), st.lists(POLICIES, min_size=1, max_size=3))
+    def check(stack: dict[str, Any], policies: Sequence[Policy]) -> None:
+        if stack["between"] == "all are added":  # what is used outside of its block does not leave
+            policies = [dataclasses.replace(policy, offload=False) for policy in policies]
+        if stack["attend"] is not None:  # nothing of small ops can be saved
+            policies = [FULL if policy.name == "attn_only" else policy for policy in policies]
+        plan, model, inputs = planned_stack(tuple(stack.items()))
+        assert not ran or list(map(len, Drawn.ran[: 2 * len(ran)])) == 2 * ran  # without checkpointing, and with it
+        of_blocks = dict(zip(plan.within(0), itertools.cycle(policies), strict=False))
+        with planned.exact():
+            assert_measured(plan, model, inputs, of_blocks, blocks="blocks")
+
+    check()
+
+
+# Models of the catalogue
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    WAN: {"dtype": torch.bfloat16, "lora": 4, "num_layers": 3},
+    COGVIDEOX: {},  # video and text joined
+    HUNYUAN_VIDEO: {"num_layers": 6, "num_single_layers": 6},  # two lists of blocks, and a mask whose values count
+    "LTX2VideoTransformer3DModel": {},  # video and sound
+    "WanVACETransformer3DModel": {},  # a second list beside the first
+    "SanaVideoTransformer3DModel": {},  # linear attention
+    "MochiTransformer3DModel": {},  # parts under autocast
+}
+
+
+@pytest.mark.parametrize("name", quick(KINDS, COGVIDEOX))
+def test_models_of_the_catalogue(name: str) -> None:
+    """Also with half of the blocks checkpointed."""
+    model, inputs = tiny(name, **KINDS[name])
+    with planned.exact():
+        plan = fastac.plan(model, inputs)
+        blocks = list(plan.within(0))
+        half = len(blocks) // 2
+        for policies in (
+            [NONE] * len(blocks),
+            [FULL] * len(blocks),
+            [ALL_LINEAR] * len(blocks),
+            [Policy()] * half + [NONE] * (len(blocks) - half),
+            [Policy(offload=True, keep=1)] * len(blocks),
+        ):
+            assert_measured(plan, model, inputs, dict(zip(blocks, policies, strict=True)))
+    none, full, attention = plan.policies[0], plan.policies[1], plan.policies[3]
+    assert none.relative < attention.relative < full.relative == 1
+    assert attention.held_bytes - attention.saved_bytes == full.held_bytes
+
+
+def test_flops_and_copies_by_hand() -> None:
+    """Of a stack whose attention is 4 products of 24 x 24 tokens, and of 24 x 6, each of width 16.
+
+    The input of a block is copied while the next one runs forward. Small storages stay.
+    """
     model, inputs = stack(layers=4), stack_inputs()
-    model.blocks[:2].requires_grad_(False)
-    found = Forecast(fake_model(model, inputs, "blocks"))
-    assert [len(outputs) > 0 for outputs in found.outputs().values()] == [False, False, True, True]
-    for policy in ("full", "attn_only"):
-        mine = planned.under(model, policy, blocks="blocks")
-        assert found.plan(policy).held_bytes == planned.allocated(mine, inputs)
-
-
-# What is chosen for a number of bytes
-
-
-@pytest.mark.parametrize("name", [WAN, LTX, HUNYUAN_VIDEO])
-def test_a_budget_is_never_worse_than_a_policy(name: str) -> None:
-    """With the bytes of a policy, or some more, no more is run again, and no more is saved; with more bytes less is."""
-    found = forecast_of(name)
-    for policy in ("attn_only", "long_attn_only", Policy("attn_only", min_kv=13), ALL_LINEAR):
-        fixed = found.plan(policy)
-        for limit in (fixed.saved_bytes, fixed.saved_bytes + 1, fixed.saved_bytes * 9 // 8):
-            plan = found.plan(found.within(limit))
-            assert plan.recomputed_flops <= fixed.recomputed_flops, policy
-            assert plan.saved_bytes <= limit, policy
-    everything = found.plan(ALL_LINEAR)
-    plans = [found.plan(found.within(everything.saved_bytes * share // 7)) for share in range(8)]
-    assert all(plan.saved_bytes <= everything.saved_bytes * share // 7 for share, plan in enumerate(plans))
-    again = [plan.recomputed_flops for plan in plans]
-    assert again == sorted(again, reverse=True)
-    assert again[-1] == everything.recomputed_flops < again[0]
-
-
-def test_a_policy_by_name_is_chosen_where_a_thinned_knapsack_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fastac.planning.knapsack.choose_outputs", lambda outputs, limit: {name: set() for name in outputs}
-    )
-    found = forecast_of(WAN)
-    fixed = found.plan("attn_only")
-    assert found.plan(found.within(fixed.saved_bytes), "attn_only") == fixed
-    assert found.plan(found.within(fixed.saved_bytes - 1)).saved_bytes == 0
+    with planned.exact():
+        plan = fastac.plan(model, inputs, blocks="blocks")
+        full, attention = plan.policies[1], plan.policies[3]
+        assert full.flops - attention.flops == full.recomputed_flops - attention.recomputed_flops
+        assert full.flops - attention.flops == 4 * 24 * (24 + 6) * 16 * 4
+        assert plan.policies[2].flops == full.flops, "no attention is long"
+        with FlopCounterMode(display=False) as forward:
+            model(**inputs)
+        size = inputs["video"].nbytes
+        one = planned.row_of(plan, Policy("full", offload=True, keep=1))
+        assert (one.host_bytes, one.bytes_per_flop) == (2 * size, size / (forward.get_total_flops() / 4))
+    assert planned.row_of(plan, Policy("full", offload=True)).host_bytes == 0
 
 
 @pytest.mark.skipif(not WHOLE_PRODUCT, reason="since torch 2.15 it is copied, and may be chosen")
@@ -162,6 +240,6 @@ def test_a_product_that_is_changed_in_place_is_not_chosen() -> None:
     model, inputs = stack(block=Changes), stack_inputs()
     for block in model.blocks:
         block.changed = torch.nn.Linear(16, 16)
-    chosen = Forecast(fake_model(model, inputs, "blocks")).within(10**9)
+    chosen = fastac.plan(model, inputs, blocks="blocks").within(10**9)
     assert all("changed" not in policy.linear and len(policy.linear) > 3 for policy in chosen.values())
     planned.step(planned.under(model, chosen, blocks="blocks"), inputs)

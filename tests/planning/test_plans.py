@@ -1,10 +1,9 @@
-"""`fastac.plan`: states, what is within a number of bytes, what it is given, and that it leaves a model as it is."""
+"""`fastac.plan`: states, what it is given, and that it leaves a model as it is."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
@@ -16,15 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac.errors import FastacError, readable_bytes
-from fastac.planning.fake_model import fake_model
-from fastac.planning.forecast import Forecast, states_of
-from fastac.planning.plans import make_plan
-from fastac.policy import Policy
+from fastac.errors import FastacError
 from tests.hook.hosts import CheckpointsItself, diffuser
 from tests.model_state import state_of
 from tests.planning import planned
-from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, plan_of, stack_inputs, tiny
+from tests.planning.planned import COGVIDEOX, WAN, plan_of, stack_inputs, tiny
 from tests.support import AttentionStack, stack
 
 # States
@@ -47,70 +42,19 @@ def test_states_are_those_of_the_optimizer(name: str, cls: Any) -> None:
     assert found.gradients == sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
 
 
-def test_states_in_eight_bits() -> None:
-    """Of bitsandbytes, which needs a GPU: two states, and a scale for 256 numbers of each."""
-    model = torch.nn.Linear(256, 256, bias=False)
-    assert states_of(model, "adamw8bit").optimizer == 2 * 256 * 256 + 2 * 4 * 256
+def test_states_by_hand() -> None:
+    """Of 8-bit AdamW, which needs a GPU: two states, and a scale for 256 numbers of each.
 
-
-def test_two_blocks_are_gathered_and_one_gradient() -> None:
-    """The largest of the blocks counts."""
-    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(8, 8, bias=False)])
-    assert states_of(model, gpus=2, blocks=model).gathered == 3 * 8 * 8 * 4
-    model.requires_grad_(False)
-    assert states_of(model, gpus=2, blocks=model).gathered == 2 * 8 * 8 * 4
-
-
-# Within a number of bytes
-
-
-@pytest.mark.parametrize("name", [WAN, HUNYUAN_VIDEO])
-def test_what_is_within_holds_no_more(name: str) -> None:
-    """As it was planned, measured under `enable` with that mapping; gradients are those without checkpointing."""
-    model, inputs = tiny(name)
-    plan = plan_of(name)
-    saved = next(one.saved_bytes for one in plan.policies if one.policy == "attn_only")
-    least = planned.allocated(planned.under(model, "full"), inputs)
-    for limit in (saved // 2, 2 * saved):
-        chosen = plan.within(limit)
-        assert any(not policy.saves_nothing for policy in chosen.values())
-        held = planned.allocated(planned.under(model, chosen), inputs)
-        expected = plan.forecast.plan(chosen)
-        assert held - least == expected.saved_bytes <= limit
-    assert str(fastac.verify(model, **inputs, policy=chosen))
-    report = planned.under(model, chosen)
-    planned.step(report, inputs)
-    assert sum(row.saved_bytes + row.linear_bytes for row in fastac.report(report).rows) == expected.saved_bytes
-
-
-def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
-    plan = plan_of(WAN)
-    assert plan.within("20KiB") == plan.within(20 * 1024)
-    assert {policy.linear for policy in plan.within("20KiB", linear=False).values()} == {()}
-    offloading = plan.within("20KiB", offload=True)
-    assert {policy.offload for policy in offloading.values()} == {True}
-    assert {name: dataclasses.replace(policy, offload=False) for name, policy in offloading.items()} == plan.within(
-        "20KiB"
-    )
-    with pytest.raises(FastacError, match="'much'"):
-        plan.within("much")
-    assert set(plan.within(1, offload=True).values()) == {Policy("full", offload=True)}
-
-
-def test_bytes_in_which_nothing_can_be_saved(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning, also of `fastac plan --budget`, with the bytes that are needed: one less is not enough."""
-    plan = fastac.plan(*tiny(WAN))
-    assert not caplog.messages
-    assert set(plan.within(1).values()) == {Policy("full")}
-    (said,) = caplog.messages
-    needed = int(said.removeprefix("plan.within(1 B) saves nothing: the smallest output takes ").removesuffix(" bytes"))
-    for size, saves in ((needed, True), (needed - 1, False)):
-        caplog.clear()
-        policies = make_plan(plan.forecast, "Wan", "", budget=size).blocks.values()
-        assert all(policy.saves_nothing for policy in policies) == bool(caplog.messages) == (not saves)
-    plan = fastac.plan(torch.nn.Sequential(torch.nn.Linear(8, 8)), [torch.randn(2, 8)], blocks=["0"])
-    plan.within("1GiB", linear=False)
-    assert caplog.messages[-1] == "plan.within(1.0 GiB) saves nothing: no output of a block can be saved"
+    Of FSDP2: two of the largest blocks, and one whole gradient if it is trained.
+    """
+    inputs, blocks = {"input": torch.randn(1, 16)}, ["0", "1"]
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 2))
+    weights = 16 * 16 + 16 * 2 + 2
+    one = fastac.plan(model, inputs, blocks=blocks, optimizer="adamw8bit")
+    assert one.states.optimizer == int(2 * weights + 2 * 4 / 256 * weights)
+    assert fastac.plan(model, inputs, blocks=blocks, gpus=2).states.gathered == 3 * 16 * 16 * 4
+    model[0].requires_grad_(False)
+    assert fastac.plan(model, inputs, blocks=blocks, gpus=2).states.gathered == 2 * 16 * 16 * 4
 
 
 def test_attention_that_cannot_be_saved(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,72 +76,6 @@ def test_blocks_that_are_named() -> None:
     assert list(one.within(10**6)) == ["blocks.1"]
     mine = planned.under(model, one.within(10**6), blocks=["blocks.1"])
     planned.step(mine, inputs)
-
-
-@functools.cache
-def large() -> Forecast:
-    torch.manual_seed(0)
-    inputs = {"video": torch.randn(1, 8192, 16), "text": torch.randn(1, 6, 16)}
-    return Forecast(fake_model(stack(layers=4), inputs, "blocks"))
-
-
-def test_what_is_within_a_memory_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The peak and the host's bytes, and it runs no more than any row that fits; copies are hidden if they can be."""
-    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
-    plan = make_plan(large(), "", "")
-    rows = {row.policy: row for row in plan.policies}
-    everything = large().peak(Policy("attn_only", linear=("*",)))
-    least, most = rows["full, offload"].peak_bytes, rows["full, offload"].host_bytes
-    for memory in range(least, everything, (everything - least) // 4):
-        for host, gbps in ((0, 25.0), (most // 2, 1e12), (20 * most, 1e12), (20 * most, 60.0)):
-            if memory < rows["full"].peak_bytes and host < most:
-                continue
-            found = large().plan(plan.within(memory=memory, host=host, gbps=gbps))
-            assert found.peak_bytes <= memory
-            assert found.host_bytes <= host
-            fits = [row for row in plan.policies if row.peak_bytes <= memory and row.host_bytes <= host]
-            hidden = [row for row in fits if row.bytes_per_flop * plan.tflops * 1e12 <= gbps * 1e9]
-            if hidden:
-                assert found.bytes_per_flop * plan.tflops * 1e12 <= gbps * 1e9 * (1 + 1e-9)
-            assert found.flops <= min(row.flops for row in hidden or fits)
-    assert plan.within(memory="1GiB") == large().policies("none")
-    assert not caplog.messages
-    without = plan.within(memory=(rows["full"].peak_bytes + everything) // 2, linear=False)
-    assert {policy.linear for policy in without.values()} == {()}
-    # On a slow bus, too, as nothing else fits.
-    assert large().plan(plan.within(memory=least, host=most, gbps=1e-3)).host_bytes > 0
-    (said,) = caplog.messages
-    assert said.startswith("plan: nothing fits without copies to the host that need ")
-
-
-def test_a_memory_in_which_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
-    plan = make_plan(large(), "", "")
-    least = large().peak("full")
-    assert large().peak(plan.within(memory=least)) == least
-    for host in (0, "1B"):  # a byte of the host is of no use
-        with pytest.raises(FastacError) as refused:
-            plan.within(memory=least - 1, host=host)
-        said = str(refused.value)
-        assert said.startswith(f"plan.within(memory={least - 1}, host={host!r}): no policy fits. Besides ")
-        least_bytes = readable_bytes(least - plan.states.total)
-        assert f"a step takes {least_bytes} at least (10.8 MiB with 512.0 KiB of host memory)" in said
-        assert "100% of the tokens would fit: fewer frames" in said
-
-
-def test_arguments_of_within() -> None:
-    plan = plan_of(WAN)
-    for saved, options, message in (
-        (None, {}, "give either"),
-        ("1GiB", {"memory": "1GiB"}, "give either"),
-        ("1GiB", {"host": "1GiB"}, "give either"),
-        (None, {"memory": "1GiB", "offload": True}, "give either"),
-        (None, {"memory": "1"}, "'1': expected bytes"),
-        (None, {"memory": "1GiB", "host": "1"}, "'1': expected bytes"),
-        (None, {"memory": "1GiB", "gbps": 0}, "0 GB/s beside 400 TFLOP/s"),
-    ):
-        with pytest.raises(FastacError, match=message):
-            plan.within(saved, **options)
 
 
 # What it is given
@@ -262,6 +140,15 @@ def test_what_a_plan_says() -> None:
     found = plan_of(WAN)
     assert found.subject == WAN
     assert found.inputs.startswith("hidden_states (1, 4, 2, 16, 16), timestep (1,)")
+
+
+def test_the_best_row_that_fits() -> None:
+    """Copies that are waited for are worse than any recompute, and bytes that the host does not have are none."""
+    found = plan_of(WAN)
+    waits = dataclasses.replace(found.policies[3], peak_bytes=1, host_bytes=2, bytes_per_flop=1.0)
+    full = dataclasses.replace(found.policies[1], peak_bytes=1)
+    for fits, host, best in (((waits, full), 2, full), ((waits,), 2, waits), ((waits,), 1, None), ((), 1, None)):
+        assert dataclasses.replace(found, policies=fits, memory=1, host=host).best is best
 
 
 # Refused

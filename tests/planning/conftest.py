@@ -1,0 +1,3 @@
+"""The command plans too."""
+
+from tests.cli.conftest import command as command
