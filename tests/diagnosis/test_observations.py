@@ -14,17 +14,13 @@ import torch.nn.functional as F
 import fastac
 from fastac import PolicyNotAppliedError
 from fastac.engine.process import process
-from tests.diagnosis.hidden import PastTheDispatcher
+from tests.diagnosis.hidden import HiddenAttention
 from tests.diagnosis.test_hidden_functions import hidden as hidden_function
 from tests.support import stack, stack_inputs, train_step
 
 STEPS = 30
 LENGTHS = 8
 """So many that differ in nothing else are observed; then all others are one kind."""
-
-
-class HiddenAttention(PastTheDispatcher):
-    """Its name says attention."""
 
 
 class Block(torch.nn.Module):

@@ -9,6 +9,7 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -236,17 +237,20 @@ def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library
 # The way out
 
 
+@pytest.mark.parametrize("is_threaded", [False, True])
 @pytest.mark.parametrize("what", ["op", "Function"])
-def test_a_name_that_says_attention_and_is_none(what: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_says_attention_and_is_none(
+    what: str, is_threaded: bool, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The message has the line that says so; once it is registered, the region trains."""
     call = make_op(namespace, "lightning_attention") if what == "op" else hidden("LightningAttention")
-    with pytest.raises(PolicyNotAppliedError, match='kind="other"') as raised:
-        train(sdpa, call)
-    line = str(raised.value).partition("If not: " if what == "op" else "If it is none: ")[2].splitlines()[0].rstrip(".")
-    exec(line, {"fastac": fastac})
-    block = Block(sdpa, call)
-    reference = train_step(functools.partial(block), inputs())
-    assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
+    with ThreadPoolExecutor(1) as pool:
+        block = Block(sdpa, (lambda *tensors: pool.submit(call, *tensors).result()) if is_threaded else call)
+        reference = train_step(functools.partial(block), inputs())
+        with pytest.raises(PolicyNotAppliedError, match='kind="other"') as raised:
+            train_step(functools.partial(fastac.checkpoint, block), inputs())
+        exec(re.search(r"If (?:not|it is none): (.*\))", str(raised.value))[1], {"fastac": fastac})
+        assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
     assert not caplog.messages
 
 
