@@ -187,16 +187,9 @@ def test_only_what_the_policy_saves_counts() -> None:
 
 
 def test_outputs_in_a_dataclass_are_looked_into() -> None:
-    @dataclasses.dataclass
-    class Output:
-        sample: torch.Tensor
-
-    class Returns(Block):
-        def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-            return Output(super().forward(*args, **kwargs))
-
+    output, block = dataclasses.make_dataclass("Output", ["sample"]), Block(sdpa, hidden())
     with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-        fastac.checkpoint(Returns(sdpa, hidden()), *inputs().values())
+        fastac.checkpoint(lambda **named: output(block(**named)), **inputs())
 
 
 def test_a_hidden_function_in_a_compiled_block() -> None:

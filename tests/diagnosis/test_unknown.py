@@ -85,31 +85,26 @@ def neutral(request: pytest.FixtureRequest, namespace: str) -> tuple[Any, str]:
 
 
 def test_what_is_not_known_is_named_once(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With the module that calls it; the report has their number."""
-    op, function = make_op(namespace, "run"), hidden("Neutral")
-    model = model_of(sdpa, op, function)
+    """With the module that calls it; the report has their number.
+
+    Not an op with a row, one that is declared to be no attention, a Function that recorded a call, and torch's own.
+    """
+    saved, other = make_op(namespace, "saved"), make_op(namespace, "attn_bias")
+    fastac.register(row(namespace, "saved"), fastac.Row(namespace=namespace, name="attn_bias", kind="other"))
+    op, function = make_op(namespace, "attn_gate"), hidden("Neutral")
+    model = model_of(sdpa, saved, other, TwiceInside.apply, op, function)
     with caplog.at_level(logging.INFO, "fastac"):
         for _ in range(2):
             train_step(model, inputs())
     lines = [line for line in caplog.messages if "runs again" in line]
     assert len(lines) == 2
-    assert f"{namespace}::run" in lines[0]
+    assert f"{namespace}::attn_gate" in lines[0]
     assert "ModuleDict.blocks.0" in lines[0]
     assert "Neutral" in lines[1]
     assert "of tests.diagnosis.test_hidden_functions" in lines[1]
     report = fastac.report(model)
-    assert report.rows[0].unknown == (f"{namespace}::run", "Neutral")
+    assert report.rows[0].unknown == (f"{namespace}::attn_gate", "Neutral")
     assert "2: " in str(report)
-
-
-def test_what_is_known_is_not_named(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An op with a row, one that is declared to be no attention, a Function that recorded a call, torch's own."""
-    saved, other = make_op(namespace, "saved"), make_op(namespace, "attn_gate")
-    fastac.register(row(namespace, "saved"), fastac.Row(namespace=namespace, name="attn_gate", kind="other"))
-
-    with caplog.at_level(logging.INFO, "fastac"):
-        train(sdpa, saved, other, TwiceInside.apply)
-    assert not [line for line in caplog.messages if "runs again" in line]
 
 
 def test_a_region_in_which_nothing_is_known(neutral: tuple[Any, str], caplog: pytest.LogCaptureFixture) -> None:
