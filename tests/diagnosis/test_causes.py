@@ -329,9 +329,7 @@ def test_a_backward_outside_vmap(policy: str) -> None:
 def test_attention_in_another_thread() -> None:
     model, inputs = wan(functools.partial(in_a_thread, sdpa))
     fastac.enable(model)
-    message = error_of(model, **inputs)
-    assert "blocks.0" in message
-    assert "thread" in message
+    assert re.search(r"(?s)blocks\.0.*thread", error_of(model, **inputs))
 
 
 def test_attention_over_a_keyword_argument_in_another_thread() -> None:
