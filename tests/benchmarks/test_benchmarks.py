@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,27 +10,6 @@ import pytest
 import torch
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "benchmarks").glob("*.py"))
-
-Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def run(benchmark: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a benchmark with options, and reads what it wrote."""
-
-    def run(name: str, *options: str) -> dict[str, Any]:
-        output, threads = tmp_path / "new" / "result.json", torch.get_num_threads()
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, "--output", str(output)])
-        try:
-            assert benchmark(name).main() == 0
-        finally:
-            torch.set_num_threads(threads)
-        result: dict[str, Any] = json.loads(output.read_text())
-        assert result["command"].startswith(f"python benchmarks/{name}.py")
-        assert {"processor", "cores", "threads", "python", "torch", "diffusers", "fastac"} <= result["machine"].keys()
-        return result
-
-    return run
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -50,28 +27,24 @@ def test_held_bytes_are_the_least(benchmark: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_as_accurate_as_promised(run: Run) -> None:
+def test_a_plan_is_as_accurate_as_promised(run: Any) -> None:
     result = run("plan_accuracy", "--pairs", "1", "--check")
     assert [row["policy"] for row in result["results"]] == ["none", "full", "long_attn_only", "attn_only", "within"]
 
 
-def test_classification(run: Run) -> None:
+def test_classification(run: Any) -> None:
     result = run("classification", "--calls", "1000")
     assert [row["op"] for row in result["results"]] == ["an attention op", "another op", "a higher-order op"]
 
 
 @pytest.mark.soak
-def test_all_held_bytes(run: Run) -> None:
-    assert len(run("held_bytes", "--check")["results"]) == 16
+@pytest.mark.parametrize(("name", "rows"), [("held_bytes", 16), ("plan_accuracy", 50)])
+def test_all_rows(name: str, rows: int, run: Any) -> None:
+    assert len(run(name, "--check")["results"]) == rows
 
 
 @pytest.mark.soak
-def test_all_plans(run: Run) -> None:
-    assert len(run("plan_accuracy", "--check")["results"]) == 50
-
-
-@pytest.mark.soak
-def test_host_time(run: Run) -> None:
+def test_host_time(run: Any) -> None:
     result = run("host_time", "--rounds", "2")
     for measured in result["results"].values():
         assert {"none", "full", "attn_only"} < measured.keys()
@@ -79,7 +52,7 @@ def test_host_time(run: Run) -> None:
 
 
 @pytest.mark.soak
-def test_region_steps(run: Run) -> None:
+def test_region_steps(run: Any) -> None:
     for shares in run("region_steps", "--rounds", "2")["of_torch_100"].values():
         first, *_, last = shares.values()
         assert first == 100

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -105,11 +104,14 @@ BESIDE: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_hidden_attention_beside_one_that_is_recorded(beside: str) -> None:
+    """What recorded its calls is left alone."""
     shown = BESIDE[beside]()
-    with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-        train(shown, hidden())
-    with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-        train(hidden(), shown)
+    for calls in ((shown, hidden()), (hidden(), shown)):
+        with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
+            train(*calls)
+    block = Block(shown, sdpa, shown)
+    reference = train_step(functools.partial(block), inputs())
+    support.assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
 
 
 def test_attention_over_frozen_text_right_after_a_hidden_one() -> None:
@@ -124,25 +126,19 @@ def test_attention_over_frozen_text_right_after_a_hidden_one() -> None:
         fastac.checkpoint(region, *inputs().values())
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-def test_what_recorded_its_calls_is_left_alone(beside: str) -> None:
-    shown = BESIDE[beside]()
-    block = Block(shown, sdpa, shown)
-    reference = train_step(functools.partial(block), inputs())
-    support.assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
-
-
 ATTENTIONS = (
     *("FlashFunc", "RingFlashFunc", "MaskedAttention", "_attention", "_fMHA", "NeighborhoodAttn2D", "QKNormAttention"),
     *("RopeAttention", "FlashAttnVarlenFunc", "FlashAttnQKVPackedFunc", "SelfAttention", "Selfattention"),
     *("FlashAttentionBias", "CutlassFna3DAutogradFn", "FlashMLA", "SageAttnFwd", "AttentionWithGate"),
+    *("my_attention_forward", "block_sparse_attn_triton", "_varlen_attn", "fa3_fwd", "na3d", "fna_forward"),
 )
 OTHERS = (
     *("UlyssesAttentionAllToAll", "AttnBiasFunction", "_AttnInputScatter", "AttentionGate", "AttnRopeFunction"),
     *("FusedAttnQKNorm", "FusedMLP", "Flatten", "FlashRoPE", "AttnRoPE", "FlashSwiGLU", "FlashMoE", "AttnLoRA"),
     *("FlashMLP", "FlashFFTConv", "AttentionPool", "AttnModulate", "AttnScaleShift", "FlashNorm", "AttentionToAll"),
     *("AttnOutProj", "AttentionScores", "FlashCrossEntropyLoss", "AttnResidualAdd", "AttentionLayerNorm"),
-    *("AttnAdaLN", "AttentionConcat", "AttnLn"),
+    *("AttnAdaLN", "AttentionConcat", "AttnLn", "attention_mask_of", "attention_backward", "retention", "attn_rms"),
+    *("attn_dropout_add", "attn_window_partition", "post_attention_layernorm"),
 )
 
 
@@ -153,59 +149,35 @@ def test_names_of_functions(name: str) -> None:
         train(sdpa, hidden(name))
 
 
-PACKED: dict[str, tuple[int, ...]] = {
-    "qkv": (1, 12, 3, 2, 8),
-    "qkv first": (3, 1, 2, 12, 8),
-    "qkv of packed sequences": (12, 3, 2, 8),
-}
+class FirstAttention(torch.autograd.Function):
+    """Takes any number of tensors. Its parameters have no names."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.number = len(tensors)
+        return tensors[0] * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (grad * 2, *[None] * (ctx.number - 1))
 
 
-@pytest.mark.parametrize("shape", PACKED)
-def test_packed_inputs(shape: str) -> None:
-    class PackedAttention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, qkv: torch.Tensor) -> torch.Tensor:
-            return qkv * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return grad * 2
-
-    with pytest.raises(PolicyNotAppliedError, match="PackedAttention"):
-        fastac.checkpoint(lambda qkv: PackedAttention.apply(qkv), torch.randn(PACKED[shape]).requires_grad_())
-
-
-@pytest.mark.parametrize("dims", [2, 5, 6])
-def test_other_numbers_of_dimensions(dims: int) -> None:
-    """One sequence without heads; the axes of a video."""
-    tensors = [torch.randn(2, 3, 4, 5, 6, 8)[(0,) * (6 - dims)].clone().requires_grad_() for _ in range(3)]
-    attend = hidden("NeighborhoodAttention")
-    with pytest.raises(PolicyNotAppliedError, match="NeighborhoodAttention"):
-        fastac.checkpoint(lambda q, k, v: attend(q, k, v), *tensors)
-
-
-def test_in_a_thread_of_an_executor() -> None:
-    attend = hidden()
-    with ThreadPoolExecutor(1) as pool, pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-        train(sdpa, lambda *tensors: pool.submit(attend, *tensors).result(), sdpa)
-
-
-def test_what_has_not_the_inputs_of_an_attention_is_left_alone() -> None:
-    class AttentionPool(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-            ctx.number = len(tensors)
-            return tensors[0] * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return (grad * 2, *[None] * (ctx.number - 1))
-
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        pooled = AttentionPool.apply(sdpa(query, key, value), key)
-        return AttentionPool.apply(pooled.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2))
-
-    train_step(functools.partial(fastac.checkpoint, region), inputs())
+@pytest.mark.parametrize(
+    ("shapes", "are_of_attention"),
+    [
+        *(([shape], True) for shape in ((1, 12, 3, 2, 8), (3, 1, 2, 12, 8), (12, 3, 2, 8))),  # qkv in one
+        ([(1, 12, 2, 8), (1, 12, 2, 2, 8)], True),  # kv in one
+        *(([(*range(2, dims + 1), 8)] * 3, True) for dims in (2, 5, 6)),  # of one head; the axes of a video
+        ([(12, 8)], False),
+        ([(1, 2, 12, 8)] * 2, False),
+        ([(192,)] * 3, False),
+    ],
+)
+def test_inputs_of_functions(shapes: Any, are_of_attention: bool) -> None:
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    raises = pytest.raises(PolicyNotAppliedError, match="FirstAttention")
+    with raises if are_of_attention else contextlib.nullcontext():
+        fastac.checkpoint(lambda *given: FirstAttention.apply(*given), *tensors)
 
 
 def test_only_what_the_policy_saves_counts() -> None:
@@ -215,16 +187,9 @@ def test_only_what_the_policy_saves_counts() -> None:
 
 
 def test_outputs_in_a_dataclass_are_looked_into() -> None:
-    @dataclasses.dataclass
-    class Output:
-        sample: torch.Tensor
-
-    class Returns(Block):
-        def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-            return Output(super().forward(*args, **kwargs))
-
+    output, block = dataclasses.make_dataclass("Output", ["sample"]), Block(sdpa, hidden())
     with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-        fastac.checkpoint(Returns(sdpa, hidden()), *inputs().values())
+        fastac.checkpoint(lambda **named: output(block(**named)), **inputs())
 
 
 def test_a_hidden_function_in_a_compiled_block() -> None:

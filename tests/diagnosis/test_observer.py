@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from tests.diagnosis.observed import MODES, changed_by, differences, regions
@@ -299,6 +300,11 @@ CASES: dict[str, Callable[..., Any]] = {
     "a gradient inside": gradient_inside,
     "vmap": lambda x, y: torch.vmap(cpu)(x, y) * torch.vmap(OPS["autograd_in_torch_ops"])(x, y),
     "functionalize": lambda x, y: torch.func.functionalize(lambda x: cpu_and_autograd(x * 1, y))(x),
+    "ops of torch": lambda x, y: [
+        *(F.layer_norm(x, (4,)), F.dropout(y.abs().sqrt()), x.cumsum(0)),
+        *(torch.linalg.slogdet(x), x.sort(), x.index_put((torch.tensor([0, 2]),), y[:2]), x.to_sparse() @ y),
+        *(torch.fft.rfft2(x), x.unfold(0, 2, 1).amax(-1), F.cross_entropy(y, torch.arange(4)), x.std(0), x.bfloat16()),
+    ],
     "conjugation in kernels of torch": lambda x, y: torch.linalg.pinv(torch.complex(x, y)),
 }
 

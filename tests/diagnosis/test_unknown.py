@@ -9,6 +9,7 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -84,31 +85,26 @@ def neutral(request: pytest.FixtureRequest, namespace: str) -> tuple[Any, str]:
 
 
 def test_what_is_not_known_is_named_once(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With the module that calls it; the report has their number."""
-    op, function = make_op(namespace, "run"), hidden("Neutral")
-    model = model_of(sdpa, op, function)
+    """With the module that calls it; the report has their number.
+
+    Not an op with a row, one that is declared to be no attention, a Function that recorded a call, and torch's own.
+    """
+    saved, other = make_op(namespace, "saved"), make_op(namespace, "attn_bias")
+    fastac.register(row(namespace, "saved"), fastac.Row(namespace=namespace, name="attn_bias", kind="other"))
+    op, function = make_op(namespace, "attn_gate"), hidden("Neutral")
+    model = model_of(sdpa, saved, other, TwiceInside.apply, op, function)
     with caplog.at_level(logging.INFO, "fastac"):
         for _ in range(2):
             train_step(model, inputs())
     lines = [line for line in caplog.messages if "runs again" in line]
     assert len(lines) == 2
-    assert f"{namespace}::run" in lines[0]
+    assert f"{namespace}::attn_gate" in lines[0]
     assert "ModuleDict.blocks.0" in lines[0]
     assert "Neutral" in lines[1]
     assert "of tests.diagnosis.test_hidden_functions" in lines[1]
     report = fastac.report(model)
-    assert report.rows[0].unknown == (f"{namespace}::run", "Neutral")
+    assert report.rows[0].unknown == (f"{namespace}::attn_gate", "Neutral")
     assert "2: " in str(report)
-
-
-def test_what_is_known_is_not_named(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An op with a row, one that is declared to be no attention, a Function that recorded a call, torch's own."""
-    saved, other = make_op(namespace, "saved"), make_op(namespace, "attn_gate")
-    fastac.register(row(namespace, "saved"), fastac.Row(namespace=namespace, name="attn_gate", kind="other"))
-
-    with caplog.at_level(logging.INFO, "fastac"):
-        train(sdpa, saved, other, TwiceInside.apply)
-    assert not [line for line in caplog.messages if "runs again" in line]
 
 
 def test_a_region_in_which_nothing_is_known(neutral: tuple[Any, str], caplog: pytest.LogCaptureFixture) -> None:
@@ -236,17 +232,20 @@ def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library
 # The way out
 
 
+@pytest.mark.parametrize("is_threaded", [False, True])
 @pytest.mark.parametrize("what", ["op", "Function"])
-def test_a_name_that_says_attention_and_is_none(what: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_says_attention_and_is_none(
+    what: str, is_threaded: bool, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The message has the line that says so; once it is registered, the region trains."""
     call = make_op(namespace, "lightning_attention") if what == "op" else hidden("LightningAttention")
-    with pytest.raises(PolicyNotAppliedError, match='kind="other"') as raised:
-        train(sdpa, call)
-    line = str(raised.value).partition("If not: " if what == "op" else "If it is none: ")[2].splitlines()[0].rstrip(".")
-    exec(line, {"fastac": fastac})
-    block = Block(sdpa, call)
-    reference = train_step(functools.partial(block), inputs())
-    assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
+    with ThreadPoolExecutor(1) as pool:
+        block = Block(sdpa, (lambda *tensors: pool.submit(call, *tensors).result()) if is_threaded else call)
+        reference = train_step(functools.partial(block), inputs())
+        with pytest.raises(PolicyNotAppliedError, match='kind="other"') as raised:
+            train_step(functools.partial(fastac.checkpoint, block), inputs())
+        exec(re.search(r"If (?:not|it is none): (.*\))", str(raised.value))[1], {"fastac": fastac})
+        assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
     assert not caplog.messages
 
 

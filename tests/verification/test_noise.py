@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,150 +19,24 @@ from fastac.cli import measuring
 from fastac.verification import noise
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
-from tests.marks import NEEDS_COMPILED_MODELS, slow
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import AttentionBlock, cells_of, stack_inputs
-from tests.ways import recipes
 
-BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
-
-# Rounding
-
-Rounding = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+# Deterministic kernels, where there are some
 
 
-def at_random(gradient: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Up or down, as often as it is near."""
-    bits = gradient.float().contiguous().view(torch.int32)
-    added = torch.randint(0, 2**16, bits.shape, generator=generator, dtype=torch.int32)
-    return ((bits + added) & -(2**16)).view(torch.float32).to(torch.bfloat16)
-
-
-def seldom(gradient: torch.Tensor, generator: torch.Generator, share: float = 1e-4) -> torch.Tensor:
-    """To nearest, but for few numbers: most tensors are equal in most runs."""
-    nearest = gradient.to(torch.bfloat16)
-    rare = torch.rand(gradient.shape, generator=generator) < share
-    return torch.where(rare, nearest * (1 + torch.finfo(torch.bfloat16).eps), nearest)
-
-
-ROUNDINGS: dict[str, Rounding] = {
-    "at random": at_random,
-    "one in 100": functools.partial(seldom, share=1e-2),
-    "one in 10,000": seldom,
-}
-
-
-@contextmanager
-def rounding(rule: Rounding, seed: int = 0) -> Iterator[None]:
-    """In which the backward of attention rounds its gradients to bf16 in another way at each call."""
-    generator = torch.Generator().manual_seed(seed)
-    kernel = torch.library.get_kernel(f"aten::{BACKWARD}", "CPU")
-
-    def rounded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-        return tuple(rule(one, generator) for one in kernel.call_boxed(keyset, *wide, **kwargs))
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library.impl(BACKWARD, rounded, "CPU", with_keyset=True, allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-# Faults: what a recompute does otherwise than the forward
-
-
-def other_mask(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
-    kept = torch.rand(output.shape, generator=MASKS if again else torch.Generator().manual_seed(0)) > 0.1
-    return output * kept / 0.9
-
-
-MASKS = torch.Generator()
-
-FAULTS: dict[str, tuple[str, Callable[[Any, torch.Tensor, bool], torch.Tensor]]] = {
-    "3 % off, feed-forward": ("ffn.net.0", lambda module, output, again: output * (1.03 if again else 1)),
-    "3 % off, attention": ("attn1.to_v", lambda module, output, again: output * (1.03 if again else 1)),
-    "a dropped term": ("ffn.net.0.proj", lambda module, output, again: output - module.bias * again),
-    "a dropout mask drawn anew": ("ffn.net.0", other_mask),
-    "a LoRA scale that was reset": ("attn1.to_v.lora_B.default", lambda module, output, again: output / (1 + again)),
-}
-"""Name -> a module of a block, and what becomes of its output; again: in a recompute."""
+MISSING = "kernel_cuda does not have a deterministic implementation"
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def wan(fault: str = "", block: int = 0) -> tuple[Any, dict[str, Any]]:
-    model, inputs = support.build("WanTransformer3DModel", torch.bfloat16)
-    if "LoRA" in fault:
-        recipes.adapt(model, ("to_q", "to_v"), dropout=0.0, dtype=torch.bfloat16)
-    if fault:
-        name, change = FAULTS[fault]
-        model.blocks[block].get_submodule(name).register_forward_hook(
-            lambda module, args, output: change(module, output, in_backward())
-        )
-    fastac.enable(model, determinism_check="none")  # else the engine finds what is far off
-    return model, inputs
-
-
-def verify_healthy(name: str, seed: int) -> fastac.Verification:
-    model, inputs = wan()
-    with rounding(ROUNDINGS[name], seed):
-        return fastac.verify(model, **inputs)
-
-
-def verify_faulty(fault: str, name: str, seed: int) -> None:
-    model, inputs = wan(fault, block=seed % 2)
-    with rounding(ROUNDINGS[name], seed), pytest.raises(FastacError, match="outputs and gradients differ"):
-        fastac.verify(model, **inputs)
-
-
-@pytest.mark.parametrize("name", ["at random", "one in 10,000"])
-def test_a_healthy_model_passes(name: str) -> None:
-    results = [verify_healthy(name, seed) for seed in range(2)]
-    assert not any(result.broken for result in results)
-    noisy = [result for result in results if result.different]
-    assert noisy, "else the kernel is not noisy"
-    for result in noisy:
-        assert 4 <= result.runs <= 12
-        assert 0 < result.noise < 0.1
-        cell = cells_of(str(result))["outputs and gradients"][-1]
-        assert cell.startswith(f"within the noise of {result.runs} runs (")
-
-
-@pytest.mark.parametrize("fault", ["3 % off, attention", "a LoRA scale that was reset"])
-def test_a_fault_is_seen(fault: str) -> None:
-    """The others, and many more of each, below."""
-    verify_faulty(fault, "at random", seed=list(FAULTS).index(fault))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ROUNDINGS)
-def test_a_thousand_verifications(name: str) -> None:
-    """None is a false alarm, and no fault is missed."""
-    for seed in range(1000):
-        assert not verify_healthy(name, seed).broken
-    for fault in FAULTS:
-        for seed in range(50):
-            verify_faulty(fault, name, seed)
-
-
-# Deterministic kernels, where there are some
-
-
 class Kernel(torch.autograd.Function):
-    """Its backward rounds at random, unless torch is asked for deterministic algorithms. refuses: it has none.
-
-    share: of the calls that round, by how much: size.
-    """
+    """Its backward is noisy, unless torch is asked for deterministic algorithms. What else holds: `noisy`."""
 
     generator = torch.Generator()
-    refuses, error = "", RuntimeError
-    share, size = 1.0, 1e-6
+    share, elements, size, refuses, error, ignores = 1.0, 1.0, 1e-6, "", RuntimeError, False
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -173,12 +44,30 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if torch.get_deterministic_debug_mode() < 2:
+        if torch.get_deterministic_debug_mode() < 2 or Kernel.ignores:
             is_hit = torch.rand((), generator=Kernel.generator) < Kernel.share
-            return gradient * (1 + Kernel.size * is_hit * torch.rand(gradient.shape, generator=Kernel.generator))
+            noise, among = (torch.rand(gradient.shape, generator=Kernel.generator) for _ in range(2))
+            return gradient * (1 + Kernel.size * is_hit * noise * (among < Kernel.elements))
         if Kernel.refuses:
             raise Kernel.error(Kernel.refuses)
         return gradient.clone()
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says how the kernel is noisy, in this test.
+
+    share: of the calls. elements: a share of the numbers of one. size: of the noise, relative to a number.
+    refuses: the message of the error with which it has no deterministic algorithm. ignores: that it is asked for one.
+    """
+
+    def change(seed: int = 0, **values: Any) -> None:
+        Kernel.generator.manual_seed(seed)
+        for name, value in values.items():
+            monkeypatch.setattr(Kernel, name, value)
+
+    change()
+    return change
 
 
 class Block(AttentionBlock):
@@ -209,6 +98,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def noisy() -> Diffuser:
     model = diffuser()
+    torch.manual_seed(0)
     model.blocks = torch.nn.ModuleList(Block() for _ in model.blocks)
     return model
 
@@ -231,11 +121,9 @@ def modes() -> tuple[Any, ...]:
     ("way", "mode", "size"),
     [*((way, "default", 1e-6) for way in WAYS), ("attn_only", "warn", 1e-6), ("attn_only", "default", 0.5)],
 )
-def test_deterministic_kernels_are_compared_bitwise(
-    way: str, mode: str, size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_kernels_are_compared_bitwise(way: str, mode: str, size: float, kernel: Any) -> None:
     """However large the noise is. Afterwards torch's switches are the user's, also when a fault was found."""
-    monkeypatch.setattr(Kernel, "size", size)
+    kernel(size=size)
     torch.set_deterministic_debug_mode(mode)
     before = modes()
     try:
@@ -254,17 +142,15 @@ def test_deterministic_kernels_are_compared_bitwise(
     ("way", "of", "refuses"),
     [  # each pair of them
         ("attn_only", "first", ""),
-        ("attn_only", "later", "kernel_cuda does not have a deterministic implementation"),
-        ("offload", "first", "kernel_cuda does not have a deterministic implementation"),
+        ("attn_only", "later", MISSING),
+        ("offload", "first", MISSING),
         ("offload", "later", ""),
         ("per block", "first", ""),
-        ("per block", "later", "kernel_cuda does not have a deterministic implementation"),
+        ("per block", "later", MISSING),
     ],
 )
-def test_a_fault_of_the_first_or_of_later_steps_is_seen(
-    way: str, of: str, refuses: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Kernel, "refuses", refuses)
+def test_a_fault_of_the_first_or_of_later_steps_is_seen(way: str, of: str, refuses: str, kernel: Any) -> None:
+    kernel(refuses=refuses)
     with pytest.raises(FastacError, match="outputs and gradients differ"):
         verify_blocks(other_gain=1.03, of=of, **WAYS[way])
 
@@ -298,17 +184,12 @@ def test_a_fault_of_kernels_that_are_not_deterministic() -> None:
         fastac.verify(model, **stack_inputs())
 
 
-SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
-RARE_OR_LARGE = ((0.02, 1e-6), (0.2, 1e-2), (0.5, 1e-6), (1.0, 0.1))
 CUBLAS = (
     "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but this "
     "operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior "
     "in this case, you must set an environment variable before running your PyTorch application: "
     "CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
 )
-
-
-MISSING = "kernel_cuda does not have a deterministic implementation"
 
 
 @pytest.mark.parametrize(
@@ -321,51 +202,57 @@ MISSING = "kernel_cuda does not have a deterministic implementation"
     ],
     ids=str,
 )
-def test_without_a_deterministic_kernel_noise_is_measured(
-    way: str, refuses: str, remark: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Kernel, "refuses", refuses)
+def test_without_a_deterministic_kernel_noise_is_measured(way: str, refuses: str, remark: str, kernel: Any) -> None:
+    kernel(refuses=refuses)
     result = verify_blocks(**WAYS[way])
     assert result.different
     assert not result.deterministic
+    assert 4 <= result.runs <= 12
     assert 0 < result.noise < 1e-5
     assert f"within the noise of {result.runs} runs (" in cells_of(str(result))["outputs and gradients"][-1]
     assert remark in str(result).splitlines()[-1]
 
 
+@pytest.mark.parametrize("trials", [3, pytest.param(1000, marks=(pytest.mark.soak, pytest.mark.timeout(3600)))])
 @pytest.mark.parametrize(
-    ("share", "size", "trials"),
-    [(0.2, 1e-2, 6), (1.0, 0.1, 6), *(pytest.param(*one, 1000, marks=SOAK) for one in RARE_OR_LARGE)],
+    ("gain", "noise"),
+    [
+        (1.03, {"size": 2**-8}),  # as of kernels that round to bf16
+        (1.03, {"size": 2**-8, "elements": 1e-2}),
+        (1.03, {"size": 2**-8, "elements": 1e-4}),
+        (2.0, {"share": 0.02}),
+        (2.0, {"share": 0.2, "size": 1e-2}),
+        (2.0, {"share": 0.5}),
+        (2.0, {"size": 0.1}),
+    ],
+    ids=str,
 )
-def test_noise_that_is_rare_or_large(share: float, size: float, trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_is_rare_or_large(gain: float, noise: dict[str, float], trials: int, kernel: Any) -> None:
     """Few false alarms, and none in a few trials; what is wrong is always found."""
-    for name, value in {"refuses": MISSING, "share": share, "size": size}.items():
-        monkeypatch.setattr(Kernel, name, value)
     alarms = 0
     for seed in range(trials):
-        Kernel.generator.manual_seed(seed)
+        kernel(seed, ignores=True, **noise)
         try:
             verify_blocks()
         except FastacError:
             alarms += 1
         if seed % 5 == 0:
             with pytest.raises(FastacError, match="outputs and gradients differ"):
-                verify_blocks(other_gain=2.0)
+                verify_blocks(other_gain=gain)
     assert alarms <= trials // 300
 
 
-def test_an_error_of_fastac_is_no_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "refuses", "lost")
-    monkeypatch.setattr(Kernel, "error", FastacError)
+def test_an_error_of_fastac_is_no_missing_kernel(kernel: Any) -> None:
+    kernel(refuses="lost", error=FastacError)
     with pytest.raises(FastacError, match="lost"):
         verify_blocks()
 
 
-def test_the_remark_is_of_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "refuses", "kernel_cuda does not have a deterministic implementation")
+def test_the_remark_is_of_any_block(kernel: Any) -> None:
+    kernel(refuses=MISSING)
     model = noisy()
     model.blocks[0].is_noisy = False
-    assert "kernel_cuda does not have" in str(fastac.verify(model, **stack_inputs(), per_block=True)).splitlines()[-1]
+    assert MISSING in str(fastac.verify(model, **stack_inputs(), per_block=True)).splitlines()[-1]
 
 
 def test_a_reference_that_loses_results_is_no_proof() -> None:
@@ -384,17 +271,16 @@ def test_a_reference_that_loses_results_is_no_proof() -> None:
 
 
 @NEEDS_COMPILED_MODELS
-@pytest.mark.parametrize("share", [0.2, *slow(1.0)])
-def test_a_model_that_is_compiled_as_a_whole(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel is noisy in a share of the calls."""
+def test_a_model_that_is_compiled_as_a_whole() -> None:
+    """Its kernel is noisy in some calls."""
     calls = torch.Generator().manual_seed(0)
 
-    @torch.library.custom_op(f"fastac_tests::noise_{int(10 * share)}", mutates_args=())
+    @torch.library.custom_op("fastac_tests::rounds", mutates_args=())
     def rounds(gradient: torch.Tensor) -> torch.Tensor:
-        is_noisy = torch.rand((), generator=calls) < share
+        is_noisy = torch.rand((), generator=calls) < 0.2
         return gradient * (1 + 1e-6 * is_noisy * torch.rand(gradient.shape, generator=calls))
 
-    @torch.library.custom_op(f"fastac_tests::noisy_{int(10 * share)}", mutates_args=())
+    @torch.library.custom_op("fastac_tests::noisy", mutates_args=())
     def noisy(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone()
 
@@ -414,21 +300,18 @@ def test_other_attention_kernels_than_in_training_are_named() -> None:
     """As SDPA takes flash attention for cuDNN's."""
     training, compared = (support.custom_attention(f"verify_{name}") for name in ("training", "compared"))
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        return (compared if is_deterministic else training)(Kernel.apply(query), key, value)
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return (compared if torch.are_deterministic_algorithms_enabled() else training)(*tensors)
 
-    result = fastac.verify(
-        support.stack(block=lambda: AttentionBlock(attend=attend)), blocks="blocks", **stack_inputs()
-    )
+    model = noisy()
+    for block in model.blocks:
+        block.attend = attend
+    result = fastac.verify(model, **stack_inputs())
     assert result.deterministic
     assert result.kernels == (f"{support.NAMESPACE}::verify_training",)
     assert result.compared_kernels == (f"{support.NAMESPACE}::verify_compared",)
     cells = cells_of(str(result))["attention ops compared"]
-    assert cells == [
-        *[f"{support.NAMESPACE}::verify_compared"] * 2,
-        f"in training: {support.NAMESPACE}::verify_training",
-    ]
+    assert cells == [*result.compared_kernels * 2, f"in training: {result.kernels[0]}"]
 
 
 @pytest.mark.parametrize(
@@ -455,7 +338,7 @@ def test_distances(first: torch.Tensor, second: torch.Tensor, distance: float) -
 
 
 @pytest.mark.parametrize(("refuses", "share"), [("", 1.0), (MISSING, 1.0), (MISSING, 0.2)])
-def test_bench_has_the_same_rule(refuses: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_has_the_same_rule(refuses: str, share: float, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where noise is rare, and did not hit the runs of the reference."""
 
     def enabling(other_gain: float) -> Callable[[Any], None]:
@@ -468,10 +351,8 @@ def test_bench_has_the_same_rule(refuses: str, share: float, monkeypatch: pytest
 
     gains = {"attn_only": 1.0, "wrong": 1.03, "later": 1.0}
     ways = {"none": measuring.VARIANTS["none"], **{name: enabling(gain) for name, gain in gains.items()}}
-    monkeypatch.setattr(Kernel, "refuses", refuses)
-    monkeypatch.setattr(Kernel, "share", share)
+    kernel(refuses=refuses, share=share)
     monkeypatch.setattr(measuring, "VARIANTS", ways)
-    Kernel.generator.manual_seed(0)
     measured = measuring.bench(measuring.Workload(noisy(), stack_inputs()), "blocks", rounds=1)
     cells = {name: row[-1] for name, row in cells_of(str(measured)).items()}
     equal = r"bitwise|within the noise of \d+ runs" if refuses else "bitwise, deterministic kernels"

@@ -34,7 +34,7 @@ def model_of(more: Any = None) -> Any:
     return torch.nn.Sequential(Block(more), Block(more))
 
 
-def verified(model: Any, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> fastac.Verification:
+def verified(model: Any, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> Any:
     fastac.enable(model.to(device), "attn_only", blocks=[*model])
     return fastac.verify(model, torch.randn(1, tokens, WIDTH, device=device), **options)
 
@@ -49,7 +49,6 @@ def test_a_hidden_kernel_stands_first(name: str, device: str, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "fastac"):  # over few tokens it takes no longer than the ops around it
         verification = verified(model, tokens=1024, device=device)
     recompute = verification.recompute
-    assert recompute is not None
     assert recompute.on_device == (device == "cuda")
     first, *others = recompute.shares().items()
     assert first[0] == name
@@ -72,9 +71,7 @@ def test_what_fastac_knows_is_not_warned_of(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, "fastac"):
         recompute = verified(model_of(kernel)).recompute
         plain = verified(model_of()).recompute
-    assert recompute is not None
     assert recompute.marks["fastac_recompute_other::fused"] == "known"
-    assert plain is not None
     assert set(plain.marks.values()) == {"known"}
     assert not [line for line in caplog.messages if "of recompute" in line]
 
@@ -86,9 +83,8 @@ def test_only_attention_that_runs_again_is_listed(policy: Any, runs: int) -> Non
     """What the tape answered takes no time of a kernel. The report prints the same table."""
     model = support.stack()
     fastac.enable(model, policy, blocks="blocks")
-    verification = fastac.verify(model, **support.stack_inputs())
+    verification: Any = fastac.verify(model, **support.stack_inputs())
     recompute = verification.recompute
-    assert recompute is not None
     assert verification.policy_executions[1] == 2 * runs
     attention = "aten::scaled_dot_product_attention"
     assert recompute.marks.get(attention) == ("known" if runs else None)
@@ -101,7 +97,6 @@ def test_a_visible_function_that_the_tape_answers_is_not_listed() -> None:
     answered = hidden("Answered")
     fastac.make_visible(answered.__self__, layout="bhsd", dropout=None)
     recompute = verified(model_of(answered)).recompute
-    assert recompute is not None
     assert not {"Answered", "aten::scaled_dot_product_attention"} & recompute.marks.keys()
 
 
@@ -128,6 +123,5 @@ def test_what_hides_beside_a_saved_attention() -> None:
             return Around.apply(q, k, v)
 
     recompute = verified(model_of(attend)).recompute
-    assert recompute is not None
     assert "layer::attention" not in recompute.marks
     assert recompute.marks["Around"] == "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import diffusers
 import pytest
@@ -278,17 +279,10 @@ class TestCompiledModel:
         assert (row.saved_bytes, row.blocks_compiled) == (size, 0)
 
     def test_blocks_whose_names_end_alike(self) -> None:
-        class Two(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.encoder = support.stack(layers=1)
-                self.blocks = torch.nn.ModuleList([support.AttentionBlock()])
-
-            def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-                return self.blocks[0](self.encoder(video, text), text)
-
         compiler.reset()
-        model = Two()
+        blocks = torch.nn.ModuleList([support.AttentionBlock()])
+        model: Any = torch.nn.ModuleDict({"encoder": support.stack(layers=1), "blocks": blocks})
+        model.forward = lambda video, text: blocks[0](model["encoder"](video, text), text)
         fastac.enable(model, blocks=["encoder.blocks", "blocks"])
         model.compile(backend="aot_eager")
         train_step(model, support.stack_inputs())
