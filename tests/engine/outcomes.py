@@ -120,21 +120,6 @@ class Saving(torch.autograd.Function):
         return gradient * y + square, None, None
 
 
-class RegionInside(torch.autograd.Function):
-    """A region whose backward runs in the backward of another function."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, video: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            ctx.leaf = video.detach().requires_grad_()
-            ctx.output = run(run.block, ctx.leaf, run.text.detach())
-        return ctx.output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, torch.autograd.grad(ctx.output, ctx.leaf, gradient)[0]
-
-
 CASES: dict[str, Callable[[Any], Any]] = {
     "a block": Run.region,
     "a bound forward": lambda run: run(run.block.forward, run.video, run.text),
@@ -159,8 +144,6 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "reentrant around": lambda run: run.by_torch(
         lambda one: run(run.block.ffn, one).sin(), run.video, use_reentrant=True
     ),
-    "a region in a function": lambda run: RegionInside.apply(run, run.video.sin()),
-    "a region in a function in a region": lambda run: run(lambda one: RegionInside.apply(run, one.sin()), run.video),
     "jvp inside": lambda run: run(lambda one: torch.func.jvp(run.smooth, (one,), (one.cos(),)), run.video),
     "torch.func.grad inside": lambda run: run(torch.func.grad(lambda one: run.smooth(one).sum()), run.video),
 }
@@ -245,35 +228,13 @@ class Cases(Run):
         with torch_module.GraphExecGroup():  # these do not overlap, and share a recompute
             hidden.backward(self.grad(output, hidden))
 
-    # Hooks, contexts and functions of the user's own, inside
-
-    def saved_tensors_hooks_inside(self) -> Any:
-        def function(video: torch.Tensor) -> torch.Tensor:
-            with save_on_cpu():
-                hidden = self.attention(video).sin()
-            with copying_hooks():
-                hidden = self.block.ffn(hidden)
-            return hidden.cos()
-
-        return self(function, self.video)
+    # Functions of the user's own, inside
 
     def saved(self, reads: int = 1) -> Any:
         return self(lambda video, y: Saving.apply(self.attention(video), y, reads), self.video, self.plain)
 
     def saved_and_read_twice(self) -> Any:
         return self.saved(reads=2)
-
-    # Where gradients are off
-
-    def gradients_off_inside(self) -> Any:
-        def function(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                held = self.other(video, text)
-            with torch.inference_mode():
-                number = float(self.attention(video.detach()).sum())
-            return self.block(video, text) * held * number
-
-        return self(function, self.video, self.text)
 
     # Exceptions, after which everything works
 

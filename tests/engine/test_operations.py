@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,11 @@ def spectrum(hidden: torch.Tensor) -> torch.Tensor:
     return F.dropout(changed, 0.3)
 
 
+def jittered(hidden: torch.Tensor) -> torch.Tensor:
+    """Draws from a generator that torch does not have."""
+    return hidden * random.random()
+
+
 class WithOperation(AttentionBlock):
     """A block with an operation, before all else or after it."""
 
@@ -52,7 +58,7 @@ class WithOperation(AttentionBlock):
 @pytest.mark.parametrize("determinism_check", ["default", "none"])
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
 @pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("operation", [transcribed, leaky, spectrum])
+@pytest.mark.parametrize("operation", [transcribed, leaky, spectrum, jittered])
 def test_operation(operation: Any, is_last: bool, policy: str, determinism_check: str) -> None:
     """In four steps, of which the last compares no values."""
     torch.manual_seed(0)
@@ -60,6 +66,7 @@ def test_operation(operation: Any, is_last: bool, policy: str, determinism_check
 
     def run(policy: str) -> Tensors:
         options: Any = {} if policy == "none" else {"determinism_check": determinism_check}
+        random.seed(0)
         return support.train_step(lambda **inputs: run_checkpointed(block, policy=policy, **options, **inputs), inputs)
 
     support.assert_alike(run, policy=policy, steps=4)

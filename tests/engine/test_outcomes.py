@@ -21,7 +21,7 @@ from torch.utils import checkpoint as torch_module
 import fastac
 from fastac import FastacError
 from tests import support
-from tests.engine.cases import OneAttention
+from tests.engine.cases import OneAttention, RegionInside
 from tests.engine.outcomes import CASES, MAY_RAISE, NEW, NOTHING, Cases, Run
 from tests.marks import needs_torch
 from tests.support import CPU_ATTENTION, WIDTH, AttentionBlock, Tensors, assert_same, run_checkpointed
@@ -180,25 +180,12 @@ def test_an_error_of_a_recompute_begins_with_its_block(name: str) -> None:
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-class Outer(torch.nn.Module):
-    """A block with a region inside it, whose recompute reads what the block computed before."""
-
-    before = staticmethod(torch.tanh)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = OneAttention()
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return fastac.checkpoint(self.inner, self.before(video), text) * 2
-
-
 @POLICIES
-@pytest.mark.parametrize("of", ["Outer", "OneAttention"])
+@pytest.mark.parametrize("of", ["RegionInside", "AttentionBlock"])
 def test_of_nested_regions_the_one_that_failed_is_named(of: str, policy: str) -> None:
-    outer, inputs = Outer(), support.stack_inputs()
+    outer, inputs = RegionInside("attn_only"), support.stack_inputs()
     loss = support.loss_of(fastac.checkpoint(outer, **inputs, policy=policy))
-    if of == "Outer":
+    if of == "RegionInside":
         outer.before = lambda video: video.tanh().tanh()
     else:
         outer.inner.attend = lambda query, key, value: {}[query]

@@ -40,11 +40,6 @@ def gated(output: torch.Tensor) -> torch.Tensor:
     return WritingBackward.apply(output, output.sigmoid())  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gated_alone(output: torch.Tensor) -> torch.Tensor:
-    """Nobody else needs the gate in backward, so writing it is legal."""
-    return WritingBackward.apply(output, output * 2)  # type: ignore[no-any-return, no-untyped-call]
-
-
 @of_policies
 def test_a_backward_that_writes_what_another_saved(policy: str) -> None:
     """An error, as without checkpointing: autograd compares versions, and so does a region."""
@@ -58,17 +53,6 @@ def test_a_backward_that_writes_what_another_saved(policy: str) -> None:
             loss.backward()
         assert isinstance(caught.value, fastac.FastacError)
         assert len(str(caught.value).splitlines()) <= 5
-
-
-@of_policies
-def test_a_backward_that_writes_what_nobody_needs(policy: str) -> None:
-    inputs = stack_inputs()
-    support.assert_alike(
-        lambda policy: support.train_step(
-            support.stack(block=lambda: OneAttention(change=gated_alone), policy=policy), inputs
-        ),
-        policy=policy,
-    )
 
 
 # Inputs that are no tensors by position
