@@ -48,12 +48,11 @@ class RegionInside(torch.nn.Module):
     def __init__(self, policy: Any) -> None:
         super().__init__()
         self.inner = support.AttentionBlock()
-        self.out = torch.nn.Linear(support.WIDTH, support.WIDTH)
+        self.after = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(support.WIDTH, support.WIDTH))
         self.policy = policy
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        video = support.run_checkpointed(self.inner, self.before(video), text, policy=self.policy)
-        return self.out(torch.tanh(video))
+        return self.after(support.run_checkpointed(self.inner, self.before(video), text, policy=self.policy))
 
 
 def assert_exact(

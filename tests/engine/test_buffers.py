@@ -129,8 +129,8 @@ BLOCKS: dict[int, torch.nn.Module] = {}
 
 
 def by_global(block: torch.nn.Module) -> list[Any]:
-    BLOCKS[id(block)] = block
-    return [lambda key=id(block), **inputs: BLOCKS[key](**inputs)]
+    BLOCKS[key := id(block)] = block
+    return [lambda **inputs: BLOCKS[key](**inputs)]
 
 
 def by_two_closures(block: torch.nn.Module) -> list[Any]:

@@ -35,6 +35,7 @@ POLICIES = [
     Policy("attn_only", min_kv=TEXT_TOKENS + 1, linear=("ffn.2",), offload=True),
 ]
 LAYERS = 5
+READ = "aten::_local_scalar_dense"
 
 
 @pytest.fixture
@@ -331,6 +332,21 @@ def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None
         (row,) = fastac.report(model).rows
         assert dataclasses.astuple(row.offloaded) == (2 * INPUT, 2 * INPUT + TEXT, 4, (INPUT,) * (waited // 2))
         assert "3.0 KiB on the host" in str(fastac.report(model))
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+def test_late_copies(policy: Policy, device: Simulated) -> None:
+    """Two blocks stay, two more are on their way to the host, and one is on its way back. Most copies last while a
+    product is computed, and nobody reads a number, for which the host would wait."""
+    assert memory(Policy(policy.name), 12)[1] - memory(policy, 12)[1] > 4 * INPUT
+    model, inputs = Leading(policy, 12), stack_inputs()
+    for _ in range(4):  # the last of which compares no values
+        with support.counting("aten::mm", "aten::addmm") as products, support.counting(READ) as reads:
+            device.clock = products.total
+            device.lasted.clear()
+            model(**inputs).sum().backward()
+    assert sum(map(bool, device.lasted)) > len(device.lasted) / 2
+    assert not reads.total()
 
 
 # The guards, taken out
