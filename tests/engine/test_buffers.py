@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import itertools
 import threading
 import weakref
@@ -242,20 +241,6 @@ def test_a_buffer_of_any_kind(kind: str) -> None:
         support.assert_same(step("attn_only"), found)
 
 
-def test_a_block_is_freed_at_once() -> None:
-    """Its record does not refer to it."""
-    block = Stateful(Router)
-    support.loss_of(by_block(block, "full", **support.stack_inputs())).backward()
-    gc.collect()
-    gc.disable()
-    try:
-        reference = weakref.ref(block)
-        del block
-        assert reference() is None
-    finally:
-        gc.enable()
-
-
 def test_recomputes_of_two_blocks_may_wait_for_each_other() -> None:
     """As ranks that are threads do."""
     barrier, inputs = threading.Barrier(2, timeout=20), support.stack_inputs()
@@ -334,9 +319,18 @@ class Scaled(AttentionBlock):
         return hidden
 
 
-def averaged() -> torch.nn.Module:
-    """Batch norm: statistics of its own in training mode, which it writes; those that it wrote in evaluation mode."""
-    return Stateful(Statistics)
+class Averaged(Stateful):
+    """Batch norm: statistics of its own in training mode, which it writes; those that it wrote in evaluation mode.
+
+    One of the two stays in evaluation mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Statistics)
+
+    def train(self, mode: bool = True) -> Averaged:
+        super().train(mode).last.eval()
+        return self
 
 
 class Many(torch.nn.Module):
@@ -372,10 +366,12 @@ def run_calls(block: Any, policy: Any, steps: list[list[str]], backwards: int = 
             inputs = support.stack_inputs(10 * step + number, batch=2)
             more = {"update": call} if call in ("update", "data") else {}
             losses.append(support.loss_of(by_block(block, policy, **inputs, **more)))
+        modes = [module.training for module in block.modules()]
         for group in [losses] if backwards == 1 else [[one] for one in losses[:: 1 if backwards > 0 else -1]]:
             torch.stack(group).sum().backward(retain_graph=backwards < 0)
         for loss in losses if backwards < 0 else ():
             loss.backward()
+        assert modes == [module.training for module in block.modules()], "they are those of the user again"
         found |= {f"{step}: {name}": one for name, one in support.gradients(dict(block.named_parameters())).items()}
         found |= {f"{step}: {name}": one.detach().clone() for name, one in block.named_buffers()}
         block.zero_grad()
@@ -392,10 +388,10 @@ ORDERS: dict[str, tuple[Callable[[], torch.nn.Module], list[list[str]]]] = {
     "written outside, once it is known": (Centered, [["update", "read"], *[["read", "halve", "read"]] * 7]),
     "written outside, from step 3 on": (Centered, [["read"]] * 3 + [["read", "halve", "add"]] * 3),
     "replaced by a part of a tensor": (Scaled, [["read", "update"], ["update", "read", "update"]] * 2),
-    "evaluation, then training": (averaged, [["eval", "train"]] * 4),
-    "training, then evaluation": (averaged, [["train", "eval", "train"]] * 4),
-    "training mode from step 3 on": (averaged, [["eval"]] * 3 + [["train", "eval"]] * 2),
-    "evaluation mode from step 3 on": (averaged, [["train"]] * 3 + [["eval", "train"]] * 2),
+    "evaluation, then training": (Averaged, [["eval", "train"]] * 4),
+    "training, then evaluation": (Averaged, [["train", "eval", "train"]] * 4),
+    "training mode from step 3 on": (Averaged, [["eval"]] * 3 + [["train", "eval"]] * 2),
+    "evaluation mode from step 3 on": (Averaged, [["train"]] * 3 + [["eval", "train"]] * 2),
 }
 
 
@@ -422,7 +418,7 @@ def test_a_block_that_begins_to_write_later() -> None:
 
 
 def lazy() -> torch.nn.Module:
-    block = averaged()
+    block = Stateful(Statistics)
     block.first.norm = torch.nn.LazyBatchNorm1d()
     return block
 
@@ -431,23 +427,6 @@ def test_buffers_that_get_their_shape_in_the_first_call() -> None:
     """Their values of the first step may differ (docs/limits.md), gradients may not."""
     found, expected = (run_calls(lazy, policy, [["read"]] * 3) for policy in ("attn_only", "none"))
     support.assert_same(*({name: one for name, one in each.items() if "weight" in name} for each in (found, expected)))
-
-
-def test_modules_that_are_in_another_mode_than_the_block() -> None:
-    """A part of the block stays in evaluation mode, and the user's modes are there after backward."""
-
-    def train(policy: str) -> Tensors:
-        torch.manual_seed(1)
-        block, inputs = Stateful(Statistics), support.stack_inputs(batch=2)
-        block.last.eval()
-        loss = support.loss_of(by_block(block, policy, **inputs))
-        block.eval()
-        block.first.train()
-        loss.backward()
-        assert [part.training for part in (block, block.first, block.last)] == [False, True, False]
-        return support.gradients(dict(block.named_parameters())) | dict(block.state_dict())
-
-    support.assert_same(train("attn_only"), train("none"))
 
 
 class Pair(torch.nn.Module):
@@ -495,14 +474,13 @@ def test_two_blocks_that_share_a_buffer(nested: str, writes_first: bool, update:
 class Filled(AttentionBlock):
     """Gives its buffer another shape in the first call, past assignment."""
 
-    def __init__(self, fill: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.empty(0))
-        self.fill = fill
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         if not self.table.numel():
-            self.fill(self.table)
+            self.table.resize_(VIDEO_TOKENS, WIDTH).fill_(1)
         return super().forward(video + self.table, text)
 
 
@@ -545,14 +523,8 @@ class Toggling(AttentionBlock):
         return hidden
 
 
-def fill_by_data(table: torch.Tensor) -> None:
-    table.data = torch.ones(VIDEO_TOKENS, WIDTH)
-
-
 STATES: dict[str, Callable[[], torch.nn.Module]] = {
-    "shape by data": lambda: Filled(fill_by_data),
-    "shape by resize_": lambda: Filled(lambda table: table.resize_(VIDEO_TOKENS, WIDTH).fill_(1)),
-    "shape by set_": lambda: Filled(lambda table: table.set_(torch.ones(VIDEO_TOKENS, WIDTH))),
+    "shape": Filled,
     "attribute": Tagged,
     "graph": Carrying,
     "mode": Toggling,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import pickle
 import weakref
 from collections import Counter
@@ -296,3 +297,28 @@ def test_block_that_keeps_what_it_made_is_freed(raises: bool, policy: str) -> No
     del block, output
     gc.collect()
     assert reference() is None
+
+
+def test_a_block_that_writes_buffers_is_freed_at_once(watch: Watch) -> None:
+    """Its record does not refer to it."""
+    block = torch.nn.Sequential(torch.nn.BatchNorm1d(WIDTH))
+    fastac.checkpoint(block, torch.ones(3, WIDTH, requires_grad=True), policy="full").sum().backward()
+    gc.collect()
+    reference = weakref.ref(block)
+    del block
+    assert reference() is None
+
+
+def test_nothing_stays_of_a_forward_that_raised(watch: Watch) -> None:
+    """The batch that did not fit is skipped, and the next one needs its memory."""
+    importlib.import_module("torch._dynamo")  # torch does so in its first checkpoint, and its frames stay for a while
+
+    def block(x: torch.Tensor) -> None:
+        large = watch("large", torch.tanh(x * 2))
+        raise torch.OutOfMemoryError(len(large))
+
+    try:
+        fastac.checkpoint(block, torch.ones(3, requires_grad=True))
+    except torch.OutOfMemoryError:  # it is alive here, and so is what it came by
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert watch.alive() == []
