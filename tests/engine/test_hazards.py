@@ -206,7 +206,7 @@ def test_recompute_with_another_op() -> None:
 
 
 def test_second_backward(attention_executions: Counter[str]) -> None:
-    """With retain_graph; without it torch's own error. After a part: "some leaves" in tests/engine/outcomes.py."""
+    """With retain_graph; without it torch's own error. After a part: "some leaves" in tests/engine/test_outcomes.py."""
     assert_exact(AttentionBlock, attention_executions, backward=twice)
     loss = support.loss_of(fastac.checkpoint(AttentionBlock(), **stack_inputs()))
     loss.backward()
