@@ -40,6 +40,21 @@ class OneAttention(torch.nn.Module):
         return self.out(output.transpose(1, 2).flatten(2))
 
 
+class RegionInside(torch.nn.Module):
+    """A block that checkpoints a part of itself; it is checkpointed as a whole, too."""
+
+    before = staticmethod(torch.tanh)
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.inner = support.AttentionBlock()
+        self.after = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(support.WIDTH, support.WIDTH))
+        self.policy = policy
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.after(support.run_checkpointed(self.inner, self.before(video), text, policy=self.policy))
+
+
 def assert_exact(
     block: Callable[[], torch.nn.Module],
     counts: Counter[str] | None = None,

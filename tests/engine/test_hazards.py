@@ -22,7 +22,7 @@ import fastac
 from fastac import FastacError
 from tests import support
 from tests.engine import cases
-from tests.engine.cases import OWN_ALONE, Attend, Change, OneAttention, add_one, assert_exact, twice
+from tests.engine.cases import OWN_ALONE, Attend, Change, OneAttention, RegionInside, add_one, assert_exact, twice
 from tests.support import CPU_ATTENTION, AttentionBlock, Tensors, custom_attention, stack, stack_inputs, train_step
 
 sdpa = F.scaled_dot_product_attention
@@ -206,7 +206,7 @@ def test_recompute_with_another_op() -> None:
 
 
 def test_second_backward(attention_executions: Counter[str]) -> None:
-    """With retain_graph; without it torch's own error. After a part: "some leaves" in tests/engine/outcomes.py."""
+    """With retain_graph; without it torch's own error. After a part: "some leaves" in tests/engine/test_outcomes.py."""
     assert_exact(AttentionBlock, attention_executions, backward=twice)
     loss = support.loss_of(fastac.checkpoint(AttentionBlock(), **stack_inputs()))
     loss.backward()
@@ -241,20 +241,6 @@ def test_outputs_backpropagated_one_by_one(retain: bool, attention_executions: C
 
 
 # Regions inside regions, kernels inside kernels
-
-
-class RegionInside(torch.nn.Module):
-    """A block that checkpoints a part of itself; it is checkpointed as a whole, too."""
-
-    def __init__(self, policy: Any) -> None:
-        super().__init__()
-        self.inner = AttentionBlock()
-        self.out = torch.nn.Linear(support.WIDTH, support.WIDTH)
-        self.policy = policy
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        video = support.run_checkpointed(self.inner, torch.tanh(video), text, policy=self.policy)
-        return self.out(torch.tanh(video))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,9 +23,7 @@ from fastac.engine import offload
 from fastac.engine.transport import Copies, Transport
 from tests import support
 from tests.engine.cases import twice
-from tests.engine.outcomes import CASES, Cases
 from tests.engine.simulated import Simulated, simulated
-from tests.engine.test_outcomes import expected_of, parameters
 from tests.live_bytes import LiveBytes
 from tests.support import TEXT_TOKENS, VIDEO_TOKENS, WIDTH, AttentionBlock, Tensors, assert_same, stack, stack_inputs
 
@@ -38,6 +35,7 @@ POLICIES = [
     Policy("attn_only", min_kv=TEXT_TOKENS + 1, linear=("ffn.2",), offload=True),
 ]
 LAYERS = 5
+READ = "aten::_local_scalar_dense"
 
 
 @pytest.fixture
@@ -105,36 +103,6 @@ def test_a_step(make: Callable[[Any], Any], policy: Policy, backward: Any, devic
     device.release()  # of the last recompute, which no copies followed
     gc.collect()
     assert device.in_use == 0
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a region keeps leaves when it ends, whoever holds it."""
-    monkeypatch.setattr(offload.torch_private, "is_shared", lambda tensor: False)
-    end_forward = offload.Stash.end_forward
-
-    def hold_nothing(stash: offload.Stash) -> None:
-        end_forward(stash)
-        stash.offload()
-
-    monkeypatch.setattr(offload.Stash, "end_forward", hold_nothing)
-
-
-@pytest.mark.filterwarnings("ignore")
-@parameters(CASES)
-def test_outcome(name: str, device: Simulated, at_once: None, attention_executions: Counter[str]) -> None:
-    """Cases of tests/engine/test_outcomes.py, with everything on the host between forward and recompute."""
-    expected, executions, calls = expected_of(name)
-    attention_executions.clear()
-    try:
-        found = Cases(Policy("attn_only", offload=True)).step(CASES[name])
-    except (RuntimeError, FastacError) as error:
-        if calls is not None and "saved_tensors_hooks of yours" not in str(error):
-            raise
-        device.faults.clear()  # what the case changed in place
-        return
-    assert_same(found, expected)
-    assert attention_executions[support.CPU_ATTENTION] == executions
 
 
 def test_an_input_changed_in_place_is_an_error(device: Simulated) -> None:
@@ -364,6 +332,21 @@ def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None
         (row,) = fastac.report(model).rows
         assert dataclasses.astuple(row.offloaded) == (2 * INPUT, 2 * INPUT + TEXT, 4, (INPUT,) * (waited // 2))
         assert "3.0 KiB on the host" in str(fastac.report(model))
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+def test_late_copies(policy: Policy, device: Simulated) -> None:
+    """Two blocks stay, two more are on their way to the host, and one is on its way back. Most copies last while a
+    product is computed, and nobody reads a number, for which the host would wait."""
+    assert memory(Policy(policy.name), 12)[1] - memory(policy, 12)[1] > 4 * INPUT
+    model, inputs = Leading(policy, 12), stack_inputs()
+    for _ in range(4):  # the last of which compares no values
+        with support.counting("aten::mm", "aten::addmm") as products, support.counting(READ) as reads:
+            device.clock = products.total
+            device.lasted.clear()
+            model(**inputs).sum().backward()
+    assert sum(map(bool, device.lasted)) > len(device.lasted) / 2
+    assert not reads.total()
 
 
 # The guards, taken out

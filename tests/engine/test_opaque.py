@@ -22,7 +22,7 @@ import fastac
 from fastac import FastacError, OpaqueFunction, Policy
 from fastac.engine import opaque
 from tests import support
-from tests.engine.cases import twice
+from tests.engine.cases import OneAttention, twice
 from tests.marks import needs_torch
 from tests.support import assert_region, train_step
 
@@ -253,19 +253,14 @@ def test_report_and_verify(counted: Counter[str]) -> None:
     made = function()
     fastac.make_visible(made, key="k", **PLAIN)
 
-    class Block(torch.nn.Module):
-        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return made.apply(query, key, value)[0].tanh()
-
-    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([Block()])})
-    model.forward = lambda **named: model["blocks"][0](*named.values())
+    model = support.stack(layers=1, block=lambda: OneAttention(lambda *heads: made.apply(*heads)[0]))
     fastac.enable(model, blocks="blocks")
-    train_step(model, inputs())
+    train_step(model, support.stack_inputs())
     (row,) = fastac.report(model).rows
-    output, statistics = 2 * 3 * 12 * 8 * 4, 2 * 3 * 12 * 4
+    output, statistics = support.VIDEO_TOKENS * support.WIDTH * 4, support.VIDEO_TOKENS * 2 * 4
     assert row.extra_bytes == output, "the halved query"
     assert 0 <= row.saved_bytes - row.extra_bytes - output - statistics <= 200
-    assert fastac.verify(Block(), **inputs(), policy="full").policy_executions == (1, 1)
+    assert fastac.verify(model, **support.stack_inputs(), policy="full").policy_executions == (1, 1)
 
 
 # What is refused

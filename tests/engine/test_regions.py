@@ -24,7 +24,7 @@ import fastac
 from fastac import FastacError
 from fastac.engine.releases import WHOLE_PRODUCT
 from tests import support
-from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact, held_bytes
+from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact, held_bytes, twice
 from tests.marks import needs_torch
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_region, assert_same, stack, stack_inputs, train_step
 
@@ -61,27 +61,17 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any]) -> None:
 # Saved-tensor hooks around it
 
 
-class Packing:
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.change = change
-        self.held: list[torch.Tensor] = []
+def packed(block: Any, call: Any, inputs: support.Tensors, change: Any) -> tuple[support.Tensors, list[torch.Tensor]]:
+    """Train a block with hooks around its call, in two backwards. Returns gradients, and what the hooks held."""
+    held: list[torch.Tensor] = []
+    block.zero_grad()
 
-    def pack(self, tensor: torch.Tensor) -> int:
-        self.held.append(self.change(tensor))
-        return len(self.held) - 1
+    def pack(tensor: torch.Tensor) -> int:
+        held.append(change(tensor))
+        return len(held) - 1
 
-    def step(self, block: torch.nn.Module, call: Callable[..., Any], inputs: support.Tensors) -> support.Tensors:
-        """Train with the hooks around it. Gradients are those of a second backward."""
-        leaves = support.leaves_of(block, inputs)
-
-        def backward(loss: torch.Tensor) -> None:
-            loss.backward(retain_graph=True)
-            for leaf in leaves.values():
-                leaf.grad = None
-            loss.backward()
-
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.held.__getitem__):
-            return train_step(call, inputs, backward=backward) | support.gradients(leaves)
+    with torch.autograd.graph.saved_tensors_hooks(pack, held.__getitem__):
+        return train_step(call, inputs, backward=twice) | support.gradients(support.leaves_of(block, {})), held
 
 
 @pytest.mark.parametrize(
@@ -94,14 +84,14 @@ def test_saved_tensors_hooks_around_it(respect: bool, change: Any, attention_exe
     checkpoint = functools.partial(fastac.checkpoint, respect_saved_tensors_hooks=respect)
     inner = functools.partial(checkpoint, block)
     around = functools.partial(fastac.checkpoint, lambda **args: inner(**args), policy=OWN_ALONE)
-    expected = train_step(block, inputs)
+    expected = train_step(block, inputs, backward=twice)
     for call in (inner, functools.partial(checkpoint, lambda **args: inner(**args)), around):
         for _ in range(2):
             attention_executions.clear()
-            packing = Packing(change)
-            assert_same(packing.step(block, call, inputs), expected)
+            found, held = packed(block, call, inputs, change)
+            assert_same(found, expected)
             assert attention_executions == {CPU_ATTENTION: 2}
-            outputs = [one for one in packing.held if one.shape == (1, 2, support.VIDEO_TOKENS, support.WIDTH // 2)]
+            outputs = [one for one in held if one.shape == (1, 2, support.VIDEO_TOKENS, support.WIDTH // 2)]
             assert len(outputs) == (2 if respect and call is not around else 0)
 
 
@@ -111,7 +101,8 @@ def test_hooks_that_keep_the_tensor_get_a_copy() -> None:
     inputs = {name: one.detach() for name, one in stack_inputs().items()}
     block.qkv.requires_grad_(False)
     call = functools.partial(fastac.checkpoint, block, respect_saved_tensors_hooks=True)
-    assert_same(Packing(lambda tensor: tensor).step(block, call, inputs), train_step(block, inputs))
+    found, _ = packed(block, call, inputs, lambda tensor: tensor)
+    assert_same(found, train_step(block, inputs, backward=twice))
 
 
 def to_bf16(tensor: torch.Tensor) -> Any:
