@@ -40,7 +40,9 @@ def test_policies_and_the_way_back(host: Host) -> None:
         host.enable(model, policy)
         for _ in range(2):
             assert step_of(model) == executions, policy
-        (row,) = fastac.report(model).rows
+        report = fastac.report(model)
+        assert "seen" not in str(report).partition("class")[0], "under full blocks are not watched"
+        (row,) = report.rows
         assert (row.blocks, row.blocks_full, row.blocks_none) == (2, policy in (MIXED, SOME), policy is SOME)
     assert list(model.state_dict()) == keys
     once = state_of(model)
