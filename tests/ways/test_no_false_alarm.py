@@ -129,8 +129,8 @@ class Saves(torch.autograd.Function):
 
 
 def random_state(hidden: torch.Tensor) -> torch.Tensor:
-    """CUDA attention kernels without dropout save seed and offset unset: whatever is in that memory."""
-    for shape, dtype in (((), torch.int64), ((2,), torch.uint64)):
+    """CUDA attention kernels without dropout save seed and offset unset: whatever is in that memory. Or a workspace."""
+    for shape, dtype in (((), torch.int64), ((2,), torch.uint64), ((8,), torch.uint8)):
         hidden = Saves.apply(hidden, torch.randint(2**62, shape, generator=Added.order).to(dtype))
     return hidden
 
