@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
 
 import fastac
 from fastac import Policy
 from tests import support
-from tests.hook.hosts import HOSTS, Host, alone, reference, step_of, wrap_blocks
+from tests.hook.hosts import HOSTS, Host, reference, step_of, wrap_blocks
 from tests.live_bytes import allocated
 from tests.model_state import state_of
 from tests.support import stack_inputs, train_step
@@ -101,16 +103,22 @@ def test_copies_and_pickles(host: Host, copied: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "wrap"),
-    [("diffusers", alone), ("blocks", alone), ("diffusers", lambda block: torch.compile(block, backend="eager"))],
-    ids=["diffusers", "blocks", "diffusers, compiled"],
+    [
+        ("diffusers", wrap_blocks),
+        ("blocks", wrap_blocks),
+        ("diffusers", lambda model: wrap_blocks(model, functools.partial(torch.compile, backend="eager"))),
+        ("diffusers", lambda model: compile_regions(model, backend="eager")),  # another model, as of accelerate.prepare
+    ],
+    ids=["diffusers", "blocks", "diffusers, compiled", "diffusers, by accelerate"],
 )
 def test_blocks_that_are_wrapped_after_enable(kind: str, wrap: Any) -> None:
     torch._dynamo.reset()
     model = HOSTS[kind].make()
     HOSTS[kind].enable(model, MIXED)
-    wrap_blocks(model, wrap)
+    model = wrap(model)
     train_step(model, stack_inputs())
     assert step_of(model) == 6
+    assert fastac.report(model).active
 
 
 def test_verify_leaves_it_as_it_was(host: Host) -> None:
