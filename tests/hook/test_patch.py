@@ -40,23 +40,13 @@ def by_attribute(*args: Any) -> torch.Tensor:
     return torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)
 
 
-def without_options(*args: Any) -> torch.Tensor:
-    """torch itself runs this one reentrant, with a warning."""
-    return torch.utils.checkpoint.checkpoint(*args)
-
-
-def reentrant(*args: Any) -> torch.Tensor:
-    return torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
-
-
-def torch_s_function(*args: Any) -> torch.Tensor:
-    return torch.utils.checkpoint.CheckpointFunction.apply(*args[:1], True, *args[1:])
-
-
-@pytest.mark.parametrize("call", [by_name, by_attribute, without_options])
+@pytest.mark.parametrize("call", [by_name, by_attribute, lambda *args: torch.utils.checkpoint.checkpoint(*args)])
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter")
 def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[str]) -> None:
-    """Attention runs once inside, and twice outside. A backward may come after the end."""
+    """Attention runs once inside, and twice outside. A backward may come after the end.
+
+    Without options torch itself runs it reentrant, with a warning.
+    """
     model, inputs = caller(call), stack_inputs()
     expected = train_step(model, inputs)
     with fastac.patch_checkpoint():
@@ -90,11 +80,8 @@ def test_functions_that_run_blocks_of_several_classes() -> None:
         pass
 
     with fastac.patch_checkpoint():
-        for make in (
-            run,
-            lambda block: run(block.forward),
-            lambda block: functools.partial(AttentionBlock.forward, block),
-        ):
+        partial = functools.partial
+        for make in (run, lambda block: run(block.forward), lambda block: partial(AttentionBlock.forward, block)):
             by_attribute(make(AttentionBlock()), *stack_inputs().values())
             with pytest.raises(PolicyNotAppliedError, match="small ops"):
                 by_attribute(make(Other(attend=written_out)), *stack_inputs().values())
@@ -117,8 +104,8 @@ def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         (CAPTURED, True),
         (LibrariesCheckpoint.apply, False),
         (LibrariesCheckpoint.apply, True),
-        (torch_s_function, False),
-        (reentrant, False),
+        (lambda *args: torch.utils.checkpoint.CheckpointFunction.apply(*args[:1], True, *args[1:]), False),
+        (lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True), False),
     ],
     ids=["captured", "captured, compiled", "library", "library, compiled", "torch", "reentrant"],
 )
@@ -136,9 +123,8 @@ def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
 
 def test_a_kernel_that_came_in_since() -> None:
     """The patch intercepts it, although no region ever opens."""
-    attend = custom_attention("came_in")
     model = caller(CAPTURED)
-    model.blocks = torch.nn.ModuleList([AttentionBlock(attend=attend)])
+    model.blocks[0].attend = custom_attention("came_in")
     with fastac.patch_checkpoint(), pytest.raises(FastacError, match="came_in"):
         train_step(model, stack_inputs())
 
