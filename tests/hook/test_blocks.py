@@ -18,7 +18,7 @@ from diffusers.hooks import ModelHook as DiffusersHook
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests import support
-from tests.hook.hosts import CheckpointsItself, diffuser
+from tests.hook.hosts import CheckpointsItself, Diffuser, diffuser
 from tests.model_state import state_of
 from tests.support import AttentionBlock as Block
 from tests.support import executions_of, stack_inputs, train_step
@@ -136,6 +136,54 @@ def test_no_list_that_can_be_taken(make: Any, message: str) -> None:
     with pytest.raises(FastacError, match=message):
         fastac.enable(model)
     assert state_of(model) == before
+
+
+def found(model: torch.nn.Module) -> dict[str, tuple[str, int]]:
+    """Container -> class of its blocks, and how many they are."""
+    fastac.enable(model)
+    return {row.container: (row.block_class, row.blocks) for row in fastac.report(model).rows}
+
+
+def test_a_model_without_a_row() -> None:
+    """Trains all the same; a class that is made from one with a row has none, even if its name begins alike."""
+    model, inputs = support.build("HunyuanVideo15Transformer3DModel")
+    expected = train_step(model, inputs)
+    blocks = {"transformer_blocks": ("HunyuanVideo15TransformerBlock", 2)}
+    assert found(model) == blocks
+    calls = executions_of(model, inputs, expected)
+    model.__class__ = type("HunyuanVideo15Transformer3DModelOfMine", (type(model),), {})
+    refiner = {"context_embedder.token_refiner.refiner_blocks": ("HunyuanVideo15IndividualTokenRefinerBlock", 1)}
+    assert found(model) == refiner | blocks
+    assert executions_of(model, inputs, expected) == calls
+
+
+class Stage(torch.nn.Module):
+    """A block that holds lists of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.ModuleList([Block()])
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
+
+
+class Nested(Diffuser):
+    """Beside an empty list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
+        self.stages = torch.nn.ModuleList([Stage(), Block()])
+        self.streams = torch.nn.ModuleDict({"video": torch.nn.Sequential(Block())})
+        self.named = torch.nn.ModuleDict({"a": Block()})
+
+
+def test_outermost_lists_of_attention_are_containers() -> None:
+    """Of any kind: lists, sequences, dicts, lists in dicts. One member without attention: the lists inside it."""
+    model, other = Nested(), Nested()
+    same = {"streams.video": ("AttentionBlock", 1), "named": ("AttentionBlock", 1)}
+    assert found(model) == {"stages": ("Stage|AttentionBlock", 2), **same}
+    other.stages.append(torch.nn.Linear(1, 1))
+    assert found(other) == {"stages.0.attention": ("AttentionBlock", 1), **same}
 
 
 # Hooks of others around the same forward
@@ -336,16 +384,6 @@ def with_modules_of_its_own(block: Any) -> Any:
     return other
 
 
-def with_a_dict_of_its_own(block: Any) -> Any:
-    other = type(block).__new__(type(block))
-    vars(other).update({name: copy.copy(value) for name, value in vars(block).items()})
-    vars(other)["_modules"] = copy.deepcopy(block._modules)
-    return other
-
-
-COPIES = (copy.deepcopy, support.pickled, with_modules_of_its_own, with_a_dict_of_its_own)
-
-
 def halved_and_plain(control: Any) -> support.AttentionStack:
     """Halve the weights of a control branch. Returns one that was never enabled, with these weights."""
     with torch.no_grad():
@@ -356,7 +394,7 @@ def halved_and_plain(control: Any) -> support.AttentionStack:
     return plain
 
 
-@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, support.pickled, with_modules_of_its_own])
 @pytest.mark.parametrize("policy", ["attn_only", "full", FULL_AND_NONE])
 def test_copies_of_blocks(copied: Any, policy: Any) -> None:
     """They have weights of their own and the policy of their block, are enabled anew, and become plain again."""

@@ -253,22 +253,12 @@ def test_attention_in_a_checkpoint_of_the_block_s_own(when: str, own: Any, messa
 class VisibleCheckpoint(LibrariesCheckpoint):
     """Its user made it visible: it is not a checkpoint."""
 
-    @staticmethod
-    def forward(ctx: Any, *args: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.run = ATTENTION
-        ctx.save_for_backward(*args)
-        return ctx.run(*args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return LibrariesCheckpoint.backward(ctx, grad)[1:]
-
 
 @pytest.mark.parametrize(
     ("attend", "blocks"),
     [
         (functools.partial(RingAttention.apply, ATTENTION), "blocks"),
-        (VisibleCheckpoint.apply, "blocks"),
+        (functools.partial(VisibleCheckpoint.apply, ATTENTION), "blocks"),
         (functools.partial(reentrant, ATTENTION), "blocks.1"),
     ],
     ids=["an attention by its name", "made visible", "in no region"],
