@@ -40,10 +40,9 @@ Refused = Callable[..., str]
 def main(*arguments: object) -> int:
     import train_wan  # here, as it needs av, which may be missing where tests are only collected, or run on a GPU
 
-    try:
-        return train_wan.main([*TINY, *map(str, arguments)])
-    finally:
-        forget_accelerate()
+    code: int = train_wan.main([*TINY, *map(str, arguments)])
+    forget_accelerate()
+    return code
 
 
 def write_video(path: Path, frames: int = 12, seed: int = 0) -> Path:

@@ -75,15 +75,11 @@ def without_blocks() -> Diffuser:
     return model
 
 
-class Pipeline:
-    transformer = torch.nn.Linear(1, 1)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (without_blocks, r"Diffuser.*blocks=.*'blocks'"),
-        (Pipeline, r"pipe\.transformer"),
+        (type("Pipeline", (), {"transformer": torch.nn.Linear(1, 1)}), r"pipe\.transformer"),
         (lambda: None, "NoneType"),
     ],
 )

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import compile_regions
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
 import fastac
 from fastac import Policy
@@ -158,22 +154,18 @@ def test_a_refused_change_leaves_what_was_enabled(host: Host) -> None:
 def test_blocks_below_an_offloading_wrapper() -> None:
     """save_on_cpu around all blocks."""
     model, inputs = torch.nn.Sequential(), stack_inputs()
-    model.inner = offload_wrapper(support.stack())
+    model.inner = wrappers.offload_wrapper(support.stack())
     model.forward = lambda **inputs: model.inner(**inputs)
     expected = train_step(model, inputs)
     fastac.enable(model, blocks="inner.blocks")
     assert executions_of(model, inputs, expected) == 4
 
 
-def mine(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
 OTHERS = {
-    "reentrant": lambda block: checkpoint_wrapper(block, CheckpointImpl.REENTRANT),
-    "debug": lambda block: checkpoint_wrapper(block, debug=True),
-    "own function": lambda block: checkpoint_wrapper(block, checkpoint_fn=mine),
-    "context_fn": lambda block: checkpoint_wrapper(
+    "reentrant": lambda block: wrappers.checkpoint_wrapper(block, wrappers.CheckpointImpl.REENTRANT),
+    "debug": lambda block: wrappers.checkpoint_wrapper(block, debug=True),
+    "own function": lambda block: wrappers.checkpoint_wrapper(block, checkpoint_fn=lambda block, *args: block(*args)),
+    "context_fn": lambda block: wrappers.checkpoint_wrapper(
         block, context_fn=functools.partial(torch.utils.checkpoint.checkpoint)
     ),
 }
