@@ -194,18 +194,16 @@ def test_a_policy_counts_from_the_next_forward_on(disables: bool) -> None:
     assert_exact_and_saved(recipe, again=[calls, 0], saved_again=[0, 0 if disables else calls])
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
-def test_files_are_those_of_a_model_without_fastac(adapters: bool, tmp_path: Path) -> None:
+def test_files_are_those_of_a_model_without_fastac(tmp_path: Path) -> None:
     """Weights, config and adapters that an enabled model writes. Nothing but the order of a header may differ."""
 
     def recipe(run: Run) -> None:
         model, batch = build()
-        if adapters:
-            adapt(model, "all-linear", dropout=0.0)
+        adapt(model, "all-linear", dropout=0.0)
         run.enable(model)
         run.step(model, batch, optimizer=adamw(model))
-        save = model.save_lora_adapter if adapters else model.save_pretrained
-        save(tmp_path / str(run.policy))
+        for save in (model.save_lora_adapter, model.save_pretrained):
+            save(tmp_path / str(run.policy))
 
     assert_exact_and_saved(recipe)
     plain, saved, full = (
