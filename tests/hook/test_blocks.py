@@ -321,11 +321,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], object], str]] = {
     "its forward": ("blocks", lambda model: setattr(model.blocks[1], "forward", Block().forward), REPLACED),
     "appended": ("blocks", lambda model: model.blocks.append(Block()), CAME),
     "inserted": (["blocks.0", "blocks.1"], lambda model: model.blocks.insert(0, Block()), CAME),
-    "another list": (
-        "blocks",
-        lambda model: setattr(model, "blocks", torch.nn.ModuleList([*model.blocks, Block()])),
-        CAME,
-    ),
+    "another list": ("blocks", lambda one: one.add_module("blocks", torch.nn.ModuleList([*one.blocks, Block()])), CAME),
 }
 """What `enable` is given as blocks, what is done after it, and the error."""
 

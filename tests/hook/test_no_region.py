@@ -46,11 +46,8 @@ reentrant = functools.partial(torch_checkpoint, use_reentrant=True)
 not_reentrant = functools.partial(torch_checkpoint, use_reentrant=False)
 
 
-class OverridesForward(Diffuser):
-    """A user's subclass, whose forward does not checkpoint."""
-
-    def call(self, block: Any, *args: torch.Tensor) -> Any:
-        return block(*args)
+OverridesForward = type("OverridesForward", (Diffuser,), {"call": lambda self, block, *args: block(*args)})
+"""A user's subclass, whose forward does not checkpoint."""
 
 
 def past_the_call() -> Caller:

@@ -193,17 +193,11 @@ def test_steps_whose_values_are_compared() -> None:
 # Contexts of attention around the forward alone, or around backward
 
 
-ALL, MATH = "CUDNN_ATTENTION, FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH", "MATH"
-
-
+ALL = "CUDNN_ATTENTION, FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH"
+NATIVE = ("native", "_native_math")
 CONTEXTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
-    "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), "torch.nn.attention.sdpa_kernel allowed", ALL, MATH),
-    "diffusers": (
-        lambda: attention_backend("_native_math"),
-        "diffusers' attention_backend was",
-        "native",
-        "_native_math",
-    ),
+    "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), "torch.nn.attention.sdpa_kernel allowed", ALL, "MATH"),
+    "diffusers": (lambda: attention_backend(NATIVE[1]), "diffusers' attention_backend was", *NATIVE),
 }
 
 
