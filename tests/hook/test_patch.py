@@ -17,17 +17,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
+from tests import support
 from tests.hook.hosts import caller
 from tests.hook.test_no_region import LibrariesCheckpoint
-from tests.support import (
-    CPU_ATTENTION,
-    AttentionBlock,
-    custom_attention,
-    executions_of,
-    stack_inputs,
-    train_step,
-    written_out,
-)
+from tests.support import AttentionBlock, executions_of, stack_inputs, train_step
 
 CAPTURED = functools.partial(torch_checkpoint, use_reentrant=False)
 
@@ -55,7 +48,7 @@ def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[
         attention_executions.clear()
         output = model(**inputs)
     output.sum().backward()
-    assert attention_executions == {CPU_ATTENTION: 4}
+    assert attention_executions == {support.CPU_ATTENTION: 4}
     assert executions_of(model, inputs, expected) == 8
 
 
@@ -84,7 +77,7 @@ def test_functions_that_run_blocks_of_several_classes() -> None:
         for make in (run, lambda block: run(block.forward), lambda block: partial(AttentionBlock.forward, block)):
             by_attribute(make(AttentionBlock()), *stack_inputs().values())
             with pytest.raises(PolicyNotAppliedError, match="small ops"):
-                by_attribute(make(Other(attend=written_out)), *stack_inputs().values())
+                by_attribute(make(Other(attend=support.written_out)), *stack_inputs().values())
 
 
 def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +117,7 @@ def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
 def test_a_kernel_that_came_in_since() -> None:
     """The patch intercepts it, although no region ever opens."""
     model = caller(CAPTURED)
-    model.blocks[0].attend = custom_attention("came_in")
+    model.blocks[0].attend = support.custom_attention("came_in")
     with fastac.patch_checkpoint(), pytest.raises(FastacError, match="came_in"):
         train_step(model, stack_inputs())
 
