@@ -122,8 +122,6 @@ WHERE = {
 """The module that an error names: the first whose result differs, or that saves one that does."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
-of_policies = pytest.mark.parametrize("policy", ["attn_only", "full"])
-of_situations = pytest.mark.parametrize("situation", WHERE)
 
 
 def train(trained: Trained, situation: Situation, steps: int) -> None:
@@ -143,8 +141,8 @@ def error_of(loss: torch.Tensor) -> str:
     return str(caught.value)
 
 
-@of_policies
-@of_situations
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+@pytest.mark.parametrize("situation", WHERE)
 def test_a_change_is_an_error(situation: Situation, policy: str) -> None:
     """After steps without the change. The error names the block whose backward is first, and the module inside it."""
     trained = Trained(policy)
