@@ -221,11 +221,8 @@ def loss_of(outputs: Any) -> torch.Tensor:
     """A scalar in which every element of every output has a weight of its own."""
     generator = torch.Generator().manual_seed(123)
     flat = flat_tensors(outputs, "output").values()
-    weighted = [
-        t.float() * torch.randn(t.shape, generator=generator).to(t.device) for t in flat if t.is_floating_point()
-    ]
-    terms = [t.sum() for t in weighted]
-    return torch.stack(terms).sum()
+    floating = [t.float() for t in flat if t.is_floating_point()]
+    return torch.stack([(t * torch.randn(t.shape, generator=generator).to(t.device)).sum() for t in floating]).sum()
 
 
 def flat_tensors(value: Any, name: str) -> Tensors:

@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def wheel(tmp_path: Path) -> zipfile.ZipFile:
-    """The wheel of this tree, built from a copy: a `build` folder left in the tree would leak old files into it."""
+def test_wheel_holds_the_whole_package(tmp_path: Path) -> None:
+    """And nothing else at top level: pyproject.toml lists packages by name. With the licence and the command."""
+    # Built from a copy: a `build` folder left in the tree would leak old files into it.
     source, target = tmp_path / "source", tmp_path / "wheel"
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -35,11 +35,7 @@ def wheel(tmp_path: Path) -> zipfile.ZipFile:
     )
     assert build.returncode == 0, build.stdout + build.stderr
     (path,) = target.glob("*.whl")
-    return zipfile.ZipFile(path)
-
-
-def test_wheel_holds_the_whole_package(wheel: zipfile.ZipFile) -> None:
-    """And nothing else at top level: pyproject.toml lists packages by name. With the licence and the command."""
+    wheel = zipfile.ZipFile(path)
     files = [path for path in (ROOT / "fastac").rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     expected = {path.relative_to(ROOT).as_posix() for path in files}
     assert any(name.endswith(".json") for name in expected)

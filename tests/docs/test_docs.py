@@ -30,6 +30,17 @@ def test_made_documents_are_not_stale(name: str) -> None:
     assert GENERATE["QUICK"][name]() == (ROOT / name).read_text(encoding="utf-8"), "run python docs/generate.py"
 
 
+def test_what_was_not_measured_leaves_its_cell_empty() -> None:
+    """A way that did not run says why. A column without any figure is left out, and "peak" has none here."""
+    measured = [
+        {"way": "full", "problem": "", "seconds": [3.0, 1.0, 1.5]},
+        {"way": "none", "problem": "out of\nmemory"},
+    ]
+    columns = {"held": ("held_bytes", ".0f", 1), "seconds": ("seconds", ".1f", 1), "peak": ("peak_bytes", ".0f", 1)}
+    table = GENERATE["_gpu_table"]([*measured, {"way": "plan", "problem": "", "held_bytes": 4, "seconds": []}], columns)
+    assert table.splitlines()[2:] == ["| full |  | 1.5 |", "| none | out of memory |  |", "| plan | 4 |  |"]
+
+
 def test_every_made_document_is_looked_at() -> None:
     documents = [path for path in DOCUMENTS if "Written by docs/generate.py" in path.read_text(encoding="utf-8")]
     assert {path.relative_to(ROOT).as_posix() for path in documents} == set(GENERATE["DOCUMENTS"])

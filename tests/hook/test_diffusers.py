@@ -60,6 +60,10 @@ def test_the_model_s_own_switches_after_enable() -> None:
     assert step_of(model) == 8
     fastac.enable(model)
     assert step_of(model) == 4
+    fastac.enable(model, "full")
+    model.enable_gradient_checkpointing()  # it is exact, and does what "full" does
+    assert step_of(model) == 8
+    assert not fastac.report(model).active
 
 
 # What is refused
@@ -71,15 +75,11 @@ def without_blocks() -> Diffuser:
     return model
 
 
-class Pipeline:
-    transformer = torch.nn.Linear(1, 1)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (without_blocks, r"Diffuser.*blocks=.*'blocks'"),
-        (Pipeline, r"pipe\.transformer"),
+        (type("Pipeline", (), {"transformer": torch.nn.Linear(1, 1)}), r"pipe\.transformer"),
         (lambda: None, "NoneType"),
     ],
 )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
 import fastac
 from fastac import Policy
 from tests import support
-from tests.hook.hosts import HOSTS, Host, alone, reference, step_of, wrap_blocks
+from tests.hook.hosts import HOSTS, Host, diffuser, reference, step_of, wrap_blocks
 from tests.live_bytes import allocated
 from tests.model_state import state_of
-from tests.support import stack_inputs, train_step
+from tests.support import executions_of, stack_inputs, train_step
 
 MIXED = {"blocks.0": "full", "*": "attn_only"}
 SOME = {"blocks.0": "full", "*": "none"}
@@ -40,7 +43,9 @@ def test_policies_and_the_way_back(host: Host) -> None:
         host.enable(model, policy)
         for _ in range(2):
             assert step_of(model) == executions, policy
-        (row,) = fastac.report(model).rows
+        report = fastac.report(model)
+        assert "seen" not in str(report).partition("class")[0], "under full blocks are not watched"
+        (row,) = report.rows
         assert (row.blocks, row.blocks_full, row.blocks_none) == (2, policy in (MIXED, SOME), policy is SOME)
     assert list(model.state_dict()) == keys
     once = state_of(model)
@@ -99,16 +104,22 @@ def test_copies_and_pickles(host: Host, copied: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "wrap"),
-    [("diffusers", alone), ("blocks", alone), ("diffusers", lambda block: torch.compile(block, backend="eager"))],
-    ids=["diffusers", "blocks", "diffusers, compiled"],
+    [
+        ("diffusers", wrap_blocks),
+        ("blocks", wrap_blocks),
+        ("diffusers", lambda model: wrap_blocks(model, functools.partial(torch.compile, backend="eager"))),
+        ("diffusers", lambda model: compile_regions(model, backend="eager")),  # another model, as of accelerate.prepare
+    ],
+    ids=["diffusers", "blocks", "diffusers, compiled", "diffusers, by accelerate"],
 )
 def test_blocks_that_are_wrapped_after_enable(kind: str, wrap: Any) -> None:
     torch._dynamo.reset()
     model = HOSTS[kind].make()
     HOSTS[kind].enable(model, MIXED)
-    wrap_blocks(model, wrap)
+    model = wrap(model)
     train_step(model, stack_inputs())
     assert step_of(model) == 6
+    assert fastac.report(model).active
 
 
 def test_verify_leaves_it_as_it_was(host: Host) -> None:
@@ -135,3 +146,39 @@ def test_a_refused_change_leaves_what_was_enabled(host: Host) -> None:
         with pytest.raises(fastac.FastacError):
             host.enable(model, wrong)
         assert state_of(model) == before
+
+
+# Other wrappers of torch
+
+
+def test_blocks_below_an_offloading_wrapper() -> None:
+    """save_on_cpu around all blocks."""
+    model, inputs = torch.nn.Sequential(), stack_inputs()
+    model.inner = wrappers.offload_wrapper(support.stack())
+    model.forward = lambda **inputs: model.inner(**inputs)
+    expected = train_step(model, inputs)
+    fastac.enable(model, blocks="inner.blocks")
+    assert executions_of(model, inputs, expected) == 4
+
+
+OTHERS = {
+    "reentrant": lambda block: wrappers.checkpoint_wrapper(block, wrappers.CheckpointImpl.REENTRANT),
+    "debug": lambda block: wrappers.checkpoint_wrapper(block, debug=True),
+    "own function": lambda block: wrappers.checkpoint_wrapper(block, checkpoint_fn=lambda block, *args: block(*args)),
+    "context_fn": lambda block: wrappers.checkpoint_wrapper(
+        block, context_fn=functools.partial(torch.utils.checkpoint.checkpoint)
+    ),
+}
+
+
+@pytest.mark.parametrize("enabled_first", [True, False])
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_ways_to_checkpoint_are_refused(other: str, enabled_first: bool) -> None:
+    model = diffuser()
+    if enabled_first:
+        fastac.enable(model)
+    wrap_blocks(model, OTHERS[other])
+    before = state_of(model)
+    with pytest.raises(fastac.FastacError, match=r"CheckpointWrapper"):
+        train_step(model, stack_inputs()) if enabled_first else fastac.enable(model)
+    assert enabled_first or state_of(model) == before

@@ -25,11 +25,29 @@ from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import assert_same, stack, stack_inputs, train_step
 
 
-class OverridesForward(Diffuser):
-    """A user's subclass, whose forward does not checkpoint."""
+class LibrariesCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint, as trainers and libraries write them."""
 
-    def call(self, block: Any, *args: torch.Tensor) -> Any:
-        return block(*args)
+    @staticmethod
+    def forward(ctx: Any, run: Any, *args: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*args)
+        return run(*args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            args = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+            torch.autograd.backward(ctx.run(*args), grad)
+        return None, *[one.grad for one in args]
+
+
+reentrant = functools.partial(torch_checkpoint, use_reentrant=True)
+not_reentrant = functools.partial(torch_checkpoint, use_reentrant=False)
+
+
+OverridesForward = type("OverridesForward", (Diffuser,), {"call": lambda self, block, *args: block(*args)})
+"""A user's subclass, whose forward does not checkpoint."""
 
 
 def past_the_call() -> Caller:
@@ -111,17 +129,6 @@ def test_a_trace_speaks_for_the_forward_that_runs_it_alone(policy: str) -> None:
         compiled.plainly = False
 
 
-def test_blocks_that_a_trainer_calls_itself() -> None:
-    """If the model's forward never runs, a policy that saves nothing is still an error."""
-    model, inputs = stack(), stack_inputs()
-    forward = functools.partial(support.AttentionStack.forward, model)
-    fastac.enable(model, fastac.Policy("attn_only", min_kv=1000), blocks="blocks")
-    with pytest.raises(PolicyNotAppliedError, match="nothing is saved in any block"):
-        forward(**inputs)
-    fastac.enable(model, fastac.Policy("attn_only", min_kv=10), blocks="blocks")
-    train_step(forward, inputs)
-
-
 class Encoded(support.AttentionStack):
     """Attends to few keys in its first block."""
 
@@ -164,16 +171,6 @@ def test_frozen_blocks_are_not_judged(call: str) -> None:
         train_step(run, inputs)
 
 
-def test_blocks_that_run_before_those_that_save(caplog: pytest.LogCaptureFixture) -> None:
-    """A policy is judged at the end of the forward, not once it has called as many blocks as there are."""
-    model = Encoded()
-    fastac.enable(model, fastac.Policy("attn_only", min_kv=10), blocks=["blocks", "encoder"])
-    train_step(model, stack_inputs())
-    fastac.enable(model, {"encoder.*": "none", "*": "attn_only"}, blocks=["blocks", "encoder"])
-    train_step(model, stack_inputs())
-    assert "none of the blocks" not in caplog.text
-
-
 def test_blocks_under_none_in_a_checkpoint_of_the_model_s_own() -> None:
     model = caller(not_reentrant)
     fastac.enable(model, fastac.first_blocks(model, 1, blocks="blocks"), blocks="blocks")
@@ -181,17 +178,12 @@ def test_blocks_under_none_in_a_checkpoint_of_the_model_s_own() -> None:
         train_step(model, stack_inputs())
 
 
-@pytest.mark.parametrize(("own", "which"), [("torch", "all"), ("torch", "the last"), ("library", "all")])
-def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:
+@pytest.mark.parametrize(("run", "first"), [(reentrant, 0), (reentrant, 1), (LibrariesCheckpoint.apply, 0)])
+def test_reentrant_checkpoints_around_blocks(run: Any, first: int) -> None:
     """torch's or a trainer's own, around the blocks that `enable` named."""
-    run = reentrant if own == "torch" else LibrariesCheckpoint.apply
-
-    def call(block: Any, *args: torch.Tensor) -> Any:
-        return run(block, *args) if which == "all" or block is model.blocks[1] else block(*args)
-
-    model = caller(call)
+    model = caller(lambda block, *args: run(block, *args) if block in list(model.blocks)[first:] else block(*args))
     fastac.enable(model, blocks="blocks")
-    advice = "own checkpointing off.*use_reentrant=False" if which == "all" else "Leave that checkpoint out"
+    advice = "Leave that checkpoint out" if first else "own checkpointing off.*use_reentrant=False"
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError, match=advice):
             train_step(model, stack_inputs())
@@ -212,35 +204,7 @@ def test_checkpoints_around_blocks_that_save_nothing(is_reentrant: bool, caplog:
 # Attention in a backward, outside a replay
 
 
-class LibrariesCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint, as trainers and libraries write them."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, *args: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        ctx.save_for_backward(*args)
-        return run(*args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with torch.enable_grad():
-            args = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-            torch.autograd.backward(ctx.run(*args), grad)
-        return None, *[one.grad for one in args]
-
-
-reentrant = functools.partial(torch_checkpoint, use_reentrant=True)
-not_reentrant = functools.partial(torch_checkpoint, use_reentrant=False)
-
-
-class OwnAttentionBlock(support.AttentionBlock):
-    """Its attention runs inside the checkpoint `own`, if any."""
-
-    own: Any = None
-
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        run = super()._attention
-        return run(query, key, value) if self.own is None else self.own(run, query, key, value)
+ATTENTION = F.scaled_dot_product_attention
 
 
 class RingAttention(LibrariesCheckpoint):
@@ -270,12 +234,12 @@ FULL_INSIDE = r'fastac\'s with policy="full"\)\. Leave that checkpoint out, or g
 )
 def test_attention_in_a_checkpoint_of_the_block_s_own(when: str, own: Any, message: str) -> None:
     """The forward shows nothing of those without hooks. The backward does: attention runs there, outside a replay."""
-    model = stack(block=OwnAttentionBlock)
+    model = stack()
     fastac.enable(model, blocks="blocks")
     if when == "later":
         train_step(model, stack_inputs())
     for i in range(when == "in the last block", 2):
-        model.blocks[i].own = own
+        model.blocks[i].attend = functools.partial(own, ATTENTION)
     if when == "after a forward alone":
         model(**stack_inputs())
     for _ in range(2):
@@ -286,85 +250,46 @@ def test_attention_in_a_checkpoint_of_the_block_s_own(when: str, own: Any, messa
 class VisibleCheckpoint(LibrariesCheckpoint):
     """Its user made it visible: it is not a checkpoint."""
 
-    @staticmethod
-    def forward(ctx: Any, *args: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.run = F.scaled_dot_product_attention
-        ctx.save_for_backward(*args)
-        return ctx.run(*args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return LibrariesCheckpoint.backward(ctx, grad)[1:]
-
-
-class Outside(torch.nn.Module):
-    """Attention in a checkpoint before the blocks, in no region."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = stack().blocks
-        self.first = OwnAttentionBlock()
-        self.first.own = reentrant
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in (self.first, *self.blocks):
-            video = block(video, text)
-        return video
-
-
-def own_blocks(own: Any) -> Any:
-    def block() -> OwnAttentionBlock:
-        made = OwnAttentionBlock()
-        made.own = own
-        return made
-
-    return lambda: stack(block=block)
-
-
-def visible(run: Any, *qkv: torch.Tensor) -> torch.Tensor:
-    heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in qkv]
-    return VisibleCheckpoint.apply(*heads).transpose(1, 2).flatten(2)
-
 
 @pytest.mark.parametrize(
-    "make",
+    ("attend", "blocks"),
     [
-        own_blocks(RingAttention.apply),
-        own_blocks(visible),
-        Outside,
+        (functools.partial(RingAttention.apply, ATTENTION), "blocks"),
+        (functools.partial(VisibleCheckpoint.apply, ATTENTION), "blocks"),
+        (functools.partial(reentrant, ATTENTION), "blocks.1"),
     ],
-    ids=["an attention by its name", "made visible", "outside the blocks"],
+    ids=["an attention by its name", "made visible", "in no region"],
 )
-def test_attention_that_may_run_in_a_backward(make: Any) -> None:
+def test_attention_that_may_run_in_a_backward(attend: Any, blocks: str) -> None:
     """The attention's own backward runs it again, or fastac was not asked to save it."""
     fastac.make_visible(VisibleCheckpoint, layout="bhsd", dropout=None)
-    expected = train_step(make(), stack_inputs())
-    model = make()
-    fastac.enable(model, blocks="blocks")
+    model = stack()
+    model.blocks[0].attend = attend
+    expected = train_step(model, stack_inputs())
+    fastac.enable(model, blocks=blocks)
     for _ in range(2):
-        model.zero_grad()
         assert_same(train_step(model, stack_inputs()), expected)
 
 
 def test_a_checkpoint_of_somebody_else_in_another_thread() -> None:
     """Autograd numbers nodes by thread: a node of another thread is not a node of a region here."""
     model = stack(policy="attn_only")
-    train_step(model, stack_inputs())
-    other = own_blocks(reentrant)()
+    expected = train_step(model, stack_inputs())
+    other = stack(block=lambda: support.AttentionBlock(attend=functools.partial(reentrant, ATTENTION)))
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(train_step, other, stack_inputs()).result()
-    assert_same(found, train_step(own_blocks(None)(), stack_inputs()))
+        assert_same(pool.submit(train_step, other, stack_inputs()).result(), expected)
 
 
 @pytest.mark.parametrize("checkpoint", [reentrant, not_reentrant])
 def test_attention_in_a_checkpoint_that_the_policy_recomputes_anyway(checkpoint: Any) -> None:
     """The block saves its self-attention, and checkpoints its cross-attention."""
 
-    def own(run: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        is_cross = key.shape[1] == support.TEXT_TOKENS and torch.is_grad_enabled()
-        return checkpoint(run, query, key, value) if is_cross else run(query, key, value)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        is_cross = key.shape[2] == support.TEXT_TOKENS and torch.is_grad_enabled()
+        return checkpoint(ATTENTION, query, key, value) if is_cross else ATTENTION(query, key, value)
 
-    expected, model = train_step(own_blocks(own)(), stack_inputs()), own_blocks(own)()
+    model = stack(block=lambda: support.AttentionBlock(attend=attend))
+    expected = train_step(model, stack_inputs())
     model.policy = Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)
     for _ in range(2):
         assert_same(train_step(model, stack_inputs()), expected)
@@ -411,9 +336,7 @@ UNET = SIZES | {
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     "cross_attention_dim": 8,
 }
-"""Of 64 pixels and 3 tokens of text."""
-
-
+PIXELS, TEXT = torch.ones(1, 4, 8, 8), torch.ones(1, 3, 8)
 ATTENDING = {
     "down_block_types": ("AttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "AttnUpBlock2D"),
@@ -421,30 +344,18 @@ ATTENDING = {
 }
 
 
-VAE = {"norm_num_groups": 4, "block_out_channels": (8,), "latent_channels": 2}
-
-
-def unet_step(model: Any) -> None:
-    text = () if isinstance(model, UNet2DModel) else (torch.randn(1, 3, 8),)
-    model(torch.randn(1, 4, 8, 8), torch.tensor([1]), *text).sample.sum().backward()
-
-
-def vae_step(model: Any) -> None:
-    model(torch.randn(1, 3, 8, 8)).sample.sum().backward()
-
-
 @pytest.mark.parametrize(
-    ("make", "step", "saves", "saves_nothing", "what"),
+    ("make", "inputs", "saves", "saves_nothing", "what"),
     [
-        (lambda: UNet2DConditionModel(**UNET), unet_step, [Policy(min_kv=64)], [Policy(min_kv=65)], "nothing"),
+        (lambda: UNet2DConditionModel(**UNET), (PIXELS, 1, TEXT), [Policy(min_kv=64)], [Policy(min_kv=65)], "nothing"),
         # It checkpoints no attention. None runs again, as "attn_only" asks: a policy of lengths is not what was meant.
-        (lambda: UNet2DModel(in_channels=4, out_channels=4, **SIZES, **ATTENDING), unet_step, [], [], "no attention"),
-        (lambda: AutoencoderKL(**VAE), vae_step, [], [], "nothing"),
+        (lambda: UNet2DModel(in_channels=4, out_channels=4, **SIZES, **ATTENDING), (PIXELS, 1), [], [], "no attention"),
+        (lambda: AutoencoderKL(4, norm_num_groups=1, block_out_channels=(8,)), (PIXELS,), [], [], "nothing"),
     ],
     ids=["parts of blocks", "none of its attention", "autoencoder"],
 )
 def test_a_policy_that_saves_nothing_in_any_part_of_a_model(
-    make: Any, step: Any, saves: list[Any], saves_nothing: list[Any], what: str
+    make: Any, inputs: Any, saves: list[Any], saves_nothing: list[Any], what: str
 ) -> None:
     """An error in each step; none if some part saves something."""
     model = make()
@@ -452,19 +363,10 @@ def test_a_policy_that_saves_nothing_in_any_part_of_a_model(
         fastac.enable(model, policy)
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError, match=f"{what} is saved in any block"):
-                step(model)
+                model(*inputs).sample.sum().backward()
     for policy in ("attn_only", *saves, "full", "none"):
         fastac.enable(model, policy)
-        step(model)
-
-
-def test_checkpointing_of_the_model_s_own_after_enable_under_full() -> None:
-    """It is exact, and does what "full" does."""
-    model = diffuser()
-    fastac.enable(model, "full")
-    model.enable_gradient_checkpointing()
-    assert step_of(model) == 8
-    assert not fastac.report(model).active
+        model(*inputs).sample.sum().backward()
 
 
 # Copies of parts of a model whose function calls fastac
@@ -490,7 +392,7 @@ def test_a_copied_part_of_a_unet(copied: Any) -> None:
         part(**inputs)
     other.down_blocks[0] = copied(model.down_blocks[0])
     fastac.enable(other)
-    unet_step(other)
+    other(PIXELS, 1, TEXT).sample.sum().backward()
     assert fastac.report(other).rows[0].saved == 2
     fastac.disable(other)
     assert_same(train_step(lambda **inputs: other.down_blocks[0](**inputs)[0], inputs), expected)

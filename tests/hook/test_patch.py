@@ -17,17 +17,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
+from tests import support
 from tests.hook.hosts import caller
 from tests.hook.test_no_region import LibrariesCheckpoint
-from tests.support import (
-    CPU_ATTENTION,
-    AttentionBlock,
-    custom_attention,
-    executions_of,
-    stack_inputs,
-    train_step,
-    written_out,
-)
+from tests.support import AttentionBlock, executions_of, stack_inputs, train_step
 
 CAPTURED = functools.partial(torch_checkpoint, use_reentrant=False)
 
@@ -40,23 +33,13 @@ def by_attribute(*args: Any) -> torch.Tensor:
     return torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)
 
 
-def without_options(*args: Any) -> torch.Tensor:
-    """torch itself runs this one reentrant, with a warning."""
-    return torch.utils.checkpoint.checkpoint(*args)
-
-
-def reentrant(*args: Any) -> torch.Tensor:
-    return torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
-
-
-def torch_s_function(*args: Any) -> torch.Tensor:
-    return torch.utils.checkpoint.CheckpointFunction.apply(*args[:1], True, *args[1:])
-
-
-@pytest.mark.parametrize("call", [by_name, by_attribute, without_options])
+@pytest.mark.parametrize("call", [by_name, by_attribute, lambda *args: torch.utils.checkpoint.checkpoint(*args)])
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter")
 def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[str]) -> None:
-    """Attention runs once inside, and twice outside. A backward may come after the end."""
+    """Attention runs once inside, and twice outside. A backward may come after the end.
+
+    Without options torch itself runs it reentrant, with a warning.
+    """
     model, inputs = caller(call), stack_inputs()
     expected = train_step(model, inputs)
     with fastac.patch_checkpoint():
@@ -65,7 +48,7 @@ def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[
         attention_executions.clear()
         output = model(**inputs)
     output.sum().backward()
-    assert attention_executions == {CPU_ATTENTION: 4}
+    assert attention_executions == {support.CPU_ATTENTION: 4}
     assert executions_of(model, inputs, expected) == 8
 
 
@@ -90,14 +73,11 @@ def test_functions_that_run_blocks_of_several_classes() -> None:
         pass
 
     with fastac.patch_checkpoint():
-        for make in (
-            run,
-            lambda block: run(block.forward),
-            lambda block: functools.partial(AttentionBlock.forward, block),
-        ):
+        partial = functools.partial
+        for make in (run, lambda block: run(block.forward), lambda block: partial(AttentionBlock.forward, block)):
             by_attribute(make(AttentionBlock()), *stack_inputs().values())
             with pytest.raises(PolicyNotAppliedError, match="small ops"):
-                by_attribute(make(Other(attend=written_out)), *stack_inputs().values())
+                by_attribute(make(Other(attend=support.written_out)), *stack_inputs().values())
 
 
 def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +97,8 @@ def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         (CAPTURED, True),
         (LibrariesCheckpoint.apply, False),
         (LibrariesCheckpoint.apply, True),
-        (torch_s_function, False),
-        (reentrant, False),
+        (lambda *args: torch.utils.checkpoint.CheckpointFunction.apply(*args[:1], True, *args[1:]), False),
+        (lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True), False),
     ],
     ids=["captured", "captured, compiled", "library", "library, compiled", "torch", "reentrant"],
 )
@@ -136,9 +116,8 @@ def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
 
 def test_a_kernel_that_came_in_since() -> None:
     """The patch intercepts it, although no region ever opens."""
-    attend = custom_attention("came_in")
     model = caller(CAPTURED)
-    model.blocks = torch.nn.ModuleList([AttentionBlock(attend=attend)])
+    model.blocks[0].attend = support.custom_attention("came_in")
     with fastac.patch_checkpoint(), pytest.raises(FastacError, match="came_in"):
         train_step(model, stack_inputs())
 

@@ -10,14 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import fastac
 from fastac import FastacError, PolicyNotAppliedError

@@ -12,24 +12,16 @@ STEPS = """if True:
     sys.modules |= {"diffusers": None, "einops": None}
     import fastac
     from fastac import cli
-    from torch.utils.checkpoint import checkpoint
 
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attn = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-            self.processor = print  # as attention modules of diffusers have one
-
-        def forward(self, x):
-            return torch.tanh(x + self.attn(x, x, x, need_weights=False)[0])
-
-    model = torch.nn.Sequential(torch.nn.Sequential(*[Block() for _ in range(2)]))
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    layer.processor = print  # as attention modules of diffusers have one
+    model = torch.nn.TransformerEncoder(layer, 2)
     x = torch.randn(1, 16, 8, requires_grad=True)
-    fastac.enable(model, blocks="0")
+    fastac.enable(model, blocks="layers")
     model(x).sum().backward()
     print(sum(row.saved for row in fastac.report(model).rows))
     print(fastac.verify(model, x).saved)
-    print(len(fastac.plan(model, {"input": x}, blocks="0").policies) > 3)
+    print(len(fastac.plan(model, {"src": x}, blocks="layers").policies) > 3)
     assert cli.main(["backends"]) == 0
     assert cli.main(["plan", "wan2.1-t2v-1.3b", "--frames", "5", "--height", "64", "--width", "64"]) == 1
 """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import fastac
 from tests import support
@@ -15,20 +14,12 @@ from tests.support import Tensors, assert_same, train_step
 OWN_SDPA, FLEX, AS_SET = "always SDPA", "always flex", "as set"
 
 HEADINGS = (
-    "model",
-    "block containers",
-    "attention kernels per step",
-    "run again under `full`",
-    "under `attn_only`",
-    "bytes saved",
-    "compared",
-    "attention backend",
-    "remarks",
+    *("model", "block containers", "attention kernels per step", "run again under `full`", "under `attn_only`"),
+    *("bytes saved", "compared", "attention backend", "remarks"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """Training without checkpointing: what it computed, and which blocks a checkpointing function is called for.
 
     attention: kernels in the step. in_blocks: those of them inside these blocks.
@@ -40,8 +31,7 @@ class Reference:
     in_blocks: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """What one model did in a step under `attn_only`. again: attention kernels that ran in its backward."""
 
     name: str

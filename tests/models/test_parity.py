@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
-import fastac
 from tests import support
 from tests.models import figures
 from tests.models.tiny import IMAGES, TINY
@@ -44,22 +42,3 @@ def test_the_reference_is_sound(name: str) -> None:
     leaves = support.leaves_of(*support.build(name))
     without = [one for one in leaves if f"gradient of {one}" not in tensors or not tensors[f"gradient of {one}"].any()]
     assert len(without) < 0.15 * len(leaves), without
-
-
-LONG = fastac.Policy("attn_only", min_kv=17)
-"""The tiny videos have at least as many tokens, their texts fewer."""
-
-
-@pytest.mark.parametrize(
-    ("policy", "again"),
-    [("full", 4), ("attn_only", 0), (LONG, 2), (fastac.Policy("attn_only", linear=("*",)), 0)],
-    ids=["full", "attn_only", "long", "linear"],
-)
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("WanTransformer3DModel", torch.bfloat16), ("LTXVideoTransformer3DModel", torch.float32)]
-)
-def test_dtypes_and_policies(
-    name: str, dtype: torch.dtype, policy: str | fastac.Policy, again: int, attention_executions: Counter[str]
-) -> None:
-    """again: how many of four attention calls run again."""
-    support.assert_model(*support.build(name, dtype), attention_executions, again=again, policy=policy, steps=3)

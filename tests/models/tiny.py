@@ -159,38 +159,29 @@ def _cogvideox_rotary() -> dict[str, Any]:
     return _cogvideox_video(image_rotary_emb=(angles.cos(), angles.sin()))
 
 
-COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION = 4, 16, 2, 2
-
-
 def _cosmos_omni() -> dict[str, Any]:
-    places = torch.arange(COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION)
-    text, video, sound, action = places.split([COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION])
-    return {
-        "input_ids": torch.arange(COSMOS_TEXT),
+    places = torch.arange(24)
+    text, *others = places.split([4, 16, 2, 2])
+    inputs = {
+        "input_ids": text,
         "text_indexes": text,
         "position_ids": places.expand(3, -1),
-        "und_len": COSMOS_TEXT,
+        "und_len": len(text),
         "sequence_length": len(places),
-        "vision_tokens": [torch.randn(1, 2, 1, 4, 4)],
-        "vision_token_shapes": [(1, 4, 4)],
-        "vision_sequence_indexes": video,
-        "vision_mse_loss_indexes": video,
-        "vision_timesteps": torch.full((COSMOS_VIDEO,), 500),
-        "vision_noisy_frame_indexes": [torch.arange(1)],
-        "sound_tokens": [torch.randn(3, COSMOS_SOUND)],
-        "sound_token_shapes": [(COSMOS_SOUND, 1, 1)],
-        "sound_sequence_indexes": sound,
-        "sound_mse_loss_indexes": sound,
-        "sound_timesteps": torch.full((COSMOS_SOUND,), 500),
-        "sound_noisy_frame_indexes": [torch.arange(COSMOS_SOUND)],
-        "action_tokens": [torch.randn(COSMOS_ACTION, 3)],
-        "action_token_shapes": [(COSMOS_ACTION, 1, 1)],
-        "action_sequence_indexes": action,
-        "action_mse_loss_indexes": action,
-        "action_timesteps": torch.full((COSMOS_ACTION,), 500),
-        "action_noisy_frame_indexes": [torch.arange(COSMOS_ACTION)],
         "action_domain_ids": [torch.tensor(1)],
     }
+    tokens = {"vision": torch.randn(1, 2, 1, 4, 4), "sound": torch.randn(3, 2), "action": torch.randn(2, 3)}
+    shapes = ((1, 4, 4), (2, 1, 1), (2, 1, 1))
+    for name, shape, indexes in zip(tokens, shapes, others, strict=True):
+        inputs |= {
+            f"{name}_tokens": [tokens[name]],
+            f"{name}_token_shapes": [shape],
+            f"{name}_sequence_indexes": indexes,
+            f"{name}_mse_loss_indexes": indexes,
+            f"{name}_timesteps": torch.full((len(indexes),), 500),
+            f"{name}_noisy_frame_indexes": [torch.arange(shape[0])],
+        }
+    return inputs
 
 
 def _sana_camera() -> dict[str, Any]:

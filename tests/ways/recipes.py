@@ -153,23 +153,22 @@ def assert_exact_and_saved(
     forwards: int = 1,
     again: int | list[int] | None = None,
     saved_again: int | list[int] = 0,
-    with_full: bool = True,
 ) -> Run:
     """Run a recipe with and without checkpointing: every number is the same, bit for bit, and attention runs once.
 
     forwards: how often a step calls the model. again: how many attention calls a step runs a second time under `full`;
     by default all in blocks. They show that blocks are checkpointed and kernels counted. saved_again: the same under
-    `attn_only`. Both may differ by step. with_full: False leaves out the run under `full`, where it takes long.
+    `attn_only`. Both may differ by step.
     """
     plain, saved, full = Run(None), Run("attn_only"), Run("full")
-    for run in (plain, saved, full) if with_full else (plain, saved):
+    for run in (plain, saved, full):
         recipe(run)
     attention = ATTENTION[name]
     steps = len(plain.executions)
     assert steps, "the recipe made no step"
     assert plain.executions == [forwards * attention] * steps, f"without checkpointing: {plain.executions}"
     again = forwards * attention if again is None else again
-    for run, more in ((saved, saved_again), (full, again)) if with_full else ((saved, saved_again),):
+    for run, more in ((saved, saved_again), (full, again)):
         each = more if isinstance(more, list) else [more] * steps
         expected = [count + extra for count, extra in zip(plain.executions, each, strict=True)]
         assert run.executions == expected, f"{run.policy}: {run.executions} attention executions, not {expected}"

@@ -154,7 +154,7 @@ class Swap:
 
     def wait(self, index: int) -> None:
         if index in self.moves:
-            self.moves.pop(index).result(timeout=60)
+            self.moves.pop(index).result(timeout=300)
 
     def after_forward(self, index: int) -> None:
         if index < self.count:

@@ -1,13 +1,12 @@
-"""Training one model: every number is as without fastac, bit for bit.
+"""Training a model, or two in turns: every number is as without fastac, bit for bit.
 
-Full fine-tuning, LoRA, a frozen base, gradient accumulation, half precision, a base in float8, samples in between, a
-policy that changes, and the files that are written.
+Full fine-tuning, LoRA, a frozen base, gradient accumulation, half precision, a base in float8, samples in between, and
+a policy that changes.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -113,17 +112,6 @@ def test_gradient_accumulation() -> None:
     assert_exact_and_saved(recipe, forwards=2)
 
 
-def test_autocast() -> None:
-    """Forward and recompute cast alike."""
-
-    def recipe(run: Run) -> None:
-        model, batch = build()
-        run.enable(model)
-        run.train(model, batch, forward=torch.autocast("cpu", torch.bfloat16)(model))
-
-    assert_exact_and_saved(recipe)
-
-
 @pytest.mark.parametrize(("order", "adapter"), [("before", "first"), ("after", "last")])
 def test_layerwise_casting(order: str, adapter: str) -> None:
     """Each layer of the frozen base is cast to bfloat16 for its own forward.
@@ -194,23 +182,54 @@ def test_a_policy_counts_from_the_next_forward_on(disables: bool) -> None:
     assert_exact_and_saved(recipe, again=[calls, 0], saved_again=[0, 0 if disables else calls])
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
-def test_files_are_those_of_a_model_without_fastac(adapters: bool, tmp_path: Path) -> None:
-    """Weights, config and adapters that an enabled model writes. Nothing but the order of a header may differ."""
+# Several forwards in one step
+
+
+def test_a_reference_without_gradients() -> None:
+    """Preference training: the model without its adapter runs between its forward and its backward."""
 
     def recipe(run: Run) -> None:
         model, batch = build()
-        if adapters:
-            adapt(model, "all-linear", dropout=0.0)
-        run.enable(model)
-        run.step(model, batch, optimizer=adamw(model))
-        save = model.save_lora_adapter if adapters else model.save_pretrained
-        save(tmp_path / str(run.policy))
+        trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
+        support.fill_zeros(trained)
+        run.enable(trained)
 
-    assert_exact_and_saved(recipe)
-    plain, saved, full = (
-        {file.name: sorted(file.read_bytes()) for file in (tmp_path / policy).iterdir()}
-        for policy in ("None", "attn_only", "full")
-    )
-    assert any(len(content) > 1_000 for content in plain.values())
-    assert saved == plain == full
+        def forward(**inputs: Any) -> torch.Tensor:
+            (output,) = trained(**inputs)
+            with torch.no_grad(), trained.disable_adapter():
+                (target,) = trained(**inputs)
+            return (output - target).square()
+
+        run.train(trained, batch, forward=forward)
+
+    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])
+
+
+def test_generator_and_discriminator() -> None:
+    """They take turns. The generator's gradient comes through the discriminator, which is under "full"."""
+
+    def recipe(run: Run) -> None:
+        generator, batch = build()
+        discriminator, _ = build(seed=5)
+        run.enable(generator)
+        run.enable(discriminator, "full")
+        optimizer, opponent = adamw(generator), adamw(discriminator)
+
+        def generated(**inputs: Any) -> Any:
+            discriminator.requires_grad_(False)
+            (fake,) = generator(**inputs)
+            return discriminator(**inputs | {"hidden_states": fake})
+
+        def judged(**inputs: Any) -> Any:
+            discriminator.requires_grad_(True)
+            with torch.no_grad():
+                (fake,) = generator(**inputs)
+            (judgement,) = discriminator(**inputs | {"hidden_states": fake})
+            return judgement.square()
+
+        for one in batches(batch, 2):
+            run.step(generator, one, optimizer=optimizer, forward=generated)
+            run.step(discriminator, one, optimizer=opponent, forward=judged)
+
+    blocks = ATTENTION[WAN]
+    assert_exact_and_saved(recipe, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)

@@ -28,7 +28,6 @@ from tests.support import executions_of, stack, stack_inputs, train_step
 from tests.ways import recipes
 from tests.ways import test_block_swap as swapped
 from tests.ways import test_fine_tuning as fine_tuning
-from tests.ways import test_several_models as several
 
 OFFLOADED = Policy("attn_only", offload=True, keep=1)
 """Of the two blocks of a tiny model the first goes to the host."""
@@ -50,7 +49,7 @@ WAYS: dict[str, Callable[..., None]] = {
     "groups, on disk": case(swapped.test_group_offloading_to_disk, "block", "adapter", "blocks", True),
     "block swap": case(swapped.test_block_swap),
     "disabled before backward": case(fine_tuning.test_a_policy_counts_from_the_next_forward_on, True),
-    "two models": case(several.test_generator_and_discriminator),
+    "two models": case(fine_tuning.test_generator_and_discriminator),
 }
 
 
