@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -157,6 +158,15 @@ def copying_hooks() -> saved_tensors_hooks:
 class Cases(Run):
     """Longer cases. Each returns outputs; calling `self` checkpoints."""
 
+    def nested_values(self) -> Any:
+        def function(first: Any, *, scale: torch.Tensor, second: dict[str, Any], number: int) -> Any:
+            output = self.block(first[0], second["text"][0]) * scale
+            return {"video": [output, None, (output.tanh(), number)]}
+
+        second = {"text": [self.text], "none": None}
+        nested = self(function, (self.video / 2, 1), scale=self.scale, second=second, number=3)
+        return nested["video"][0] + nested["video"][2][0] * nested["video"][2][1]
+
     def argument_written_before_backward(self) -> Any:
         video = self.video.detach().clone()
         output = self(lambda video: self.scale.sin() * 2 + video, video)
@@ -197,7 +207,45 @@ class Cases(Run):
         with torch_module.GraphExecGroup():  # these do not overlap, and share a recompute
             hidden.backward(self.grad(output, hidden))
 
-    # Functions of the user's own, inside
+    def gradients_taken_inside(self) -> Any:
+        def function(video: torch.Tensor) -> torch.Tensor:
+            hidden = self.attention(video).sin()
+            leaf = hidden.detach().requires_grad_()
+            (penalty,) = torch.autograd.grad(self.attention(leaf).square().sum(), leaf)
+            (inner,) = torch.autograd.grad(hidden.sum(), video, retain_graph=True)
+            (freed,) = torch.autograd.grad(video.sin().cos().sum(), video)
+            (smooth,) = torch.autograd.grad(self.smooth(video).sum(), video, create_graph=True)
+            return self.block(hidden, self.text) * inner * freed * penalty + self.attention(smooth)
+
+        return self(function, self.video)
+
+    # Hooks, threads and functions of the user's own
+
+    def saved_tensors_hooks_inside(self) -> Any:
+        def function(video: torch.Tensor) -> torch.Tensor:
+            with save_on_cpu():
+                hidden = self.attention(video).sin()
+            with copying_hooks():
+                hidden = self.block.ffn(hidden)
+            return hidden.cos()
+
+        return self(function, self.video)
+
+    def backward_in_another_thread(self) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
+            output = self(lambda video: self.block(video, self.text) * torch.ones(WIDTH), self.video)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(output.float().sum().backward).result()
+
+    def gradients_off_inside(self) -> Any:
+        def function(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                held = self.other(video, text)
+            with torch.inference_mode():
+                number = float(self.attention(video.detach()).sum())
+            return self.block(video, text) * held * number
+
+        return self(function, self.video, self.text)
 
     def saved(self, reads: int = 1) -> Any:
         return self(lambda video, y: Saving.apply(self.attention(video), y, reads), self.video, self.plain)
