@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import runpy
 import subprocess
@@ -21,7 +22,7 @@ import fastac
 from fastac import FastacError
 from tests import support
 from tests.distributed import ranks
-from tests.distributed.steps import Warnings
+from tests.distributed.steps import Logged
 from tests.engine.cases import assert_exact
 from tests.support import AttentionBlock
 
@@ -168,7 +169,7 @@ def printed(*arguments: str) -> str:
 def use_plugins(folder: str) -> None:
     """In a process that has not used fastac. A plugin is interrupted; the next use loads it and those that are left."""
     sys.path.insert(0, folder)
-    with Warnings() as messages:
+    with Logged(logging.WARNING) as messages:
         with pytest.raises(KeyboardInterrupt):
             use_fastac()
         use_fastac()
