@@ -47,6 +47,10 @@ LENGTHS: dict[str, Any] = {
 """How most libraries describe packed sequences."""
 
 
+SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
+"""Why its counter does not count by the formula."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One way to call one op.

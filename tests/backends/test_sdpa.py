@@ -19,12 +19,11 @@ from fastac.backends import sdpa
 from fastac.registry import find_op, present_ops
 from tests import support
 from tests.backends.aten_on_cpu import cpu_kernels as cpu_kernels
-from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
+from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, SWAPPED, Case, Parity, ends, op_of, swapped
 from tests.support import assert_region
 
 ENDS = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
 LONGEST = max(QUERY_LENGTHS), max(KEY_LENGTHS)
-SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
 DECOMPOSITION = "_safe_softmax"
 DROPOUT = object()
 """Stands for the dropout of a call, among the arguments of an op."""

@@ -18,9 +18,8 @@ packages.use("sla")
 
 from tests.backends import flash_on_cpu, triton_on_cpu
 
-_folder = packages.place("fastvideo")
 for _name in ("fastvideo", "fastvideo.attention", "fastvideo.attention.backends"):
-    flash_on_cpu.substitute(_name).__path__ = [str(_folder.joinpath(*_name.split(".")))]
+    flash_on_cpu.package(_name)
 flash_on_cpu.substitute("fastvideo.logger").init_logger = logging.getLogger  # type: ignore[attr-defined]
 
 from fastvideo.attention.backends import sla

@@ -11,7 +11,7 @@ import torch
 
 from fastac.backends import xformers as catalogue
 from tests.backends import packages, xformers_on_cpu
-from tests.backends.parity import DIM, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity
+from tests.backends.parity import DIM, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, SWAPPED, Case, Parity
 
 packages.use("xformers")
 ops = xformers_on_cpu.xformers()
@@ -46,9 +46,6 @@ def packed(kernel: Any, queries: tuple[int, ...]) -> Callable[..., torch.Tensor]
         return ops.memory_efficient_attention(*tensors, attn_bias=mask, p=dropout_p, op=op)[0]
 
     return call
-
-
-SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
 
 
 def variants(
