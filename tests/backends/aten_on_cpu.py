@@ -13,7 +13,6 @@ import torch
 
 from fastac.registry import find_op
 from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
-from tests.backends.parity import op_of
 
 _FORWARD = (
     "_scaled_dot_product_flash_attention",
@@ -52,7 +51,7 @@ def registered() -> Iterator[None]:
         layout = "bshd" if name.startswith(("_flash", "_efficient")) else "bhsd"
         # To what statistics are padded; those of a packed batch have one row per sequence then.
         aligned = 32 if name.startswith("_efficient") else 0
-        op = op_of(f"aten::{name}")
+        op = find_op(f"aten::{name}")
         if name in FORWARD:
             kernel = forward_kernel(f"aten::{name}", op, layout, UNNAMED.get(name, ()), aligned)
         else:

@@ -19,7 +19,7 @@ from fastac.backends import sdpa
 from fastac.registry import find_op, present_ops
 from tests import support
 from tests.backends.aten_on_cpu import cpu_kernels as cpu_kernels
-from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, SWAPPED, Case, Parity, ends, op_of, swapped
+from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, SWAPPED, Case, Parity, ends, swapped
 from tests.support import assert_region
 
 ENDS = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
@@ -34,7 +34,7 @@ def case(op: str, *arguments: Any, by_tokens: bool = False, batched: bool = Fals
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
         heads = [one[None] if batched else one for one in (query, key, value)]
-        found = op_of(f"aten::{op}")(*heads, *(dropout_p if one is DROPOUT else one for one in arguments))
+        found = find_op(f"aten::{op}")(*heads, *(dropout_p if one is DROPOUT else one for one in arguments))
         output: torch.Tensor = found[0]
         return output[0] if batched else output
 

@@ -78,11 +78,8 @@ def assert_exact_and_saved(
     expected = train(build("none"), *inputs)
     reset()
     found = train(build("attn_only"), *inputs)
-    for step, mine in enumerate(found.tensors):
-        try:
-            assert_same(mine, expected.tensors[step])
-        except AssertionError as error:
-            raise AssertionError(f"step {step}: {error}") from None
+    for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
+        assert_same(mine, theirs)
     assert set(expected.executions) == {calls}
     assert set(found.executions[looks:]) == {calls}
     assert set(found.executions[:looks]) <= {calls, 2 * calls, calls + calls // 2}

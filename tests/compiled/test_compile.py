@@ -67,16 +67,6 @@ def test_a_model_that_is_compiled_as_a_whole_already() -> None:
     assert steps_of(compiled, reference) == [CALLS] * 3
 
 
-def test_a_graph_break_inside_a_checkpoint_makes_the_block_eager() -> None:
-    """torch does that. Attention is saved all the same."""
-    reference = train_step(model(breaks=True), stack_inputs())
-    inside = model(breaks=True)
-    fastac.enable(inside, blocks="blocks")
-    inside.compile(backend="aot_eager")
-    assert steps_of(inside, reference)[1:] == [CALLS, CALLS]
-    assert compiler.graphs() == 0
-
-
 def test_a_model_of_diffusers() -> None:
     """Other options compile again. Disabled, it stays compiled."""
     built, inputs = support.build("WanTransformer3DModel")

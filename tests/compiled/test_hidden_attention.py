@@ -47,20 +47,14 @@ def _flex_trains_here() -> Iterator[None]:
 def test_flex_attention_that_is_compiled_on_its_own_is_refused() -> None:
     """The eager look does not run it: that would hold all scores in memory."""
     model, inputs = small("attn_only", layers=1, attend=compiled()), small_inputs(128)
-    for _ in range(2):
+    # In the second the feed-forward alone trains: the autograd graph shows nothing of the compiled code.
+    unlike = frozen(small("attn_only", layers=1, attend=compiled())), frozen_inputs(inputs)
+    for refused, given in ((model, inputs), (model, inputs), unlike, unlike):  # compiled in the region, or before it
         with REFUSED:
-            train_step(model, inputs)
+            refused(**given)
     model.policy = "none"
     train_step(model, inputs)
     assert set(support.executions) == {HIDDEN}, "it did run compiled"
-
-
-def test_in_a_first_block_whose_attention_needs_no_gradient() -> None:
-    """The feed-forward alone trains: the autograd graph shows nothing of the compiled code."""
-    model, inputs = frozen(small("attn_only", layers=1, attend=compiled())), frozen_inputs(small_inputs(128))
-    for _ in range(2):  # compiled in the region, or before it
-        with REFUSED:
-            model(**inputs)
 
 
 def test_eager_flex_attention_is_not_taken_for_compiled_code() -> None:

@@ -19,8 +19,6 @@ from tests.distributed import ranks
 from tests.distributed.models import part_of_inputs, sharded, ulysses_stack
 from tests.support import stack, stack_inputs
 
-WRAPPERS: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}
-
 
 def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[dict[str, str]]:
     """What each of so many steps chose, on a rank with much memory and another with little.
@@ -37,7 +35,8 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[di
         patch.setattr(auto, "memory_of", lambda device: memory)
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         fastac.enable(model, fastac.Auto(host=0), blocks="blocks")
-        trained = WRAPPERS.get(kind, lambda model: model)(model)
+        wrappers: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}
+        trained = wrappers.get(kind, lambda model: model)(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
         for number in range(forwards[dist.get_rank()]):
             patch.setattr(auto, "WAIT", timedelta(seconds=wait if number == 2 else 240))

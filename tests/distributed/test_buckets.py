@@ -129,7 +129,7 @@ def _trained(way: Way, policy: str) -> list[steps.Measured]:
 
 def _on_rank(name: str) -> tuple[list[steps.Measured], list[steps.Measured], int]:
     """Steps without checkpointing, steps with it, and how many lines of fastac's log say that something is not seen."""
-    with steps.Logged(logging.INFO) as messages:
+    with steps.logged(logging.INFO) as messages:
         plain, saving = (_trained(WAYS[name], policy) for policy in ("none", "attn_only"))
     return plain, saving, sum("is not found" in line for line in messages)
 
@@ -154,7 +154,7 @@ def _hidden() -> tuple[list[str], list[str]]:
     for wrap in (torch.nn.Identity, sharded):
         model = compile_blocks(small("attn_only"), hiding)
         wrapped = model if wrap is torch.nn.Identity else wrap(model)
-        with steps.Logged(logging.WARNING) as warnings:
+        with steps.logged(logging.WARNING) as warnings:
             try:
                 for tokens in (24, 16):
                     wrapped(**small_inputs(tokens))

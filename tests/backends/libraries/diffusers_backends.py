@@ -18,9 +18,9 @@ import torch
 import fastac
 from fastac.backends.diffusers import BACKENDS
 from fastac.backends.verdicts import Verdict
+from fastac.registry import find_op
 from tests import support
 from tests.backends import flash_4_on_cpu, flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
-from tests.backends.parity import op_of
 from tests.support import assert_model, train_step
 
 packages.use("diffusers_backends")
@@ -98,7 +98,7 @@ def test_flash_3_does_not_train() -> None:
     """Its op has no autograd formula."""
     tensors = {name: torch.randn(1, 8, 2, 8, requires_grad=True) for name in "qkv"}
     with pytest.raises(fastac.UnsupportedBackendError, match="diffusers' wrapper of flash-attn 3"):
-        train_step(functools.partial(fastac.checkpoint, op_of(FLASH_3)), tensors)
+        train_step(functools.partial(fastac.checkpoint, find_op(FLASH_3)), tensors)
 
 
 def test_each_that_can_be_saved_is_run_or_needs_what_is_not_here() -> None:
