@@ -120,26 +120,22 @@ def test_a_row_that_is_registered_again(define: Define, namespace: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "message"),
+    ("options", "key", "lengths", "message"),
     [
-        ({}, {"key": torch.ones(2, 3)}, r"layout of 'key' is 'bshd'.*\(2, 3\)"),
-        ({"key": "kv"}, {}, r"the layout of 'kv' is 'bshd', and it was called with a NoneType: None"),
-        (
-            {"max_kv": "lengths"},
-            {"lengths": [3, 4]},
-            r"'lengths' is the number of keys, and it was called with \[3, 4\]",
-        ),
-        ({}, {"key": torch.nested.nested_tensor([torch.ones(2, 2, 4)])}, "called with a strided nested tensor"),
+        ({}, torch.ones(2, 3), None, r"layout of 'key' is 'bshd'.*\(2, 3\)"),
+        ({"key": "kv"}, None, None, r"the layout of 'kv' is 'bshd', and it was called with a NoneType: None"),
+        ({"max_kv": "lengths"}, None, [3, 4], r"'lengths' is the number of keys, .* called with \[3, 4\]"),
+        ({}, torch.nested.nested_tensor([torch.ones(2, 2, 4)]), None, "called with a strided nested tensor"),
     ],
     ids=["fewer dimensions", "no key", "a list for max_kv", "nested"],
 )
 def test_arguments_that_are_not_what_the_row_says(
-    options: dict[str, Any], given: dict[str, Any], message: str, define: Define, namespace: str
+    options: dict[str, Any], key: Any, lengths: Any, message: str, define: Define, namespace: str
 ) -> None:
     op = define(f"attend({QKV}, Tensor? kv=None, int[]? lengths=None) -> Tensor")
     fastac.register(row(namespace=namespace, **options))
     with pytest.raises(FastacError, match=message):
-        run(op, None, given.get("lengths"), key=given.get("key"))
+        run(op, None, lengths, key=key)
 
 
 def test_a_dropout_that_is_a_tensor_is_not_read(define: Define, namespace: str) -> None:

@@ -48,14 +48,8 @@ OWN_PAIRS, PAIRS = (
 )
 
 
-@swapped
-def of_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    return no_pad.flash_attn_no_pad_compilable(torch.stack([query, key, value], dim=2), QUERY_MASK)
-
-
-@swapped
-def of_both(*tensors: Any) -> Any:
-    return no_pad.flash_attn_varlen_qk_no_pad_compilable(*tensors[:3], QUERY_MASK, KEY_MASK)
+of_qkv = swapped(lambda q, k, v, _: no_pad.flash_attn_no_pad_compilable(torch.stack([q, k, v], dim=2), QUERY_MASK))
+of_both = swapped(lambda q, k, v, _: no_pad.flash_attn_varlen_qk_no_pad_compilable(q, k, v, QUERY_MASK, KEY_MASK))
 
 
 def _flash_attn_cute_fp4_forward(*tensors: torch.Tensor) -> Any:

@@ -93,19 +93,13 @@ later = {
 
 
 def later_cases(namespace: str) -> list[Case]:
+    attend = later[namespace]
     case = functools.partial(
-        Case,
-        f"{namespace}::_flash_attn_forward",
-        kernel=f"{FIRST if namespace == JULY else namespace}::fwd",
+        Case, f"{namespace}::_flash_attn_forward", kernel=f"{FIRST if namespace == JULY else namespace}::fwd"
     )
     return [
-        case(
-            swapped(lambda q, k, v, p: later[namespace](q, k, v)),
-            way=f"{namespace}, grouped",
-            heads=6,
-            kv_heads=2,
-        ),
-        case(lambda q, k, v, p: later[namespace](q, k, v, **LENGTHS), way=f"{namespace}, packed", packed=True),
+        case(swapped(lambda q, k, v, p: attend(q, k, v)), way=f"{namespace}, grouped", heads=6, kv_heads=2),
+        case(lambda q, k, v, p: attend(q, k, v, **LENGTHS), way=f"{namespace}, packed", packed=True),
     ]
 
 
