@@ -167,14 +167,7 @@ def download(name: str, folder: Path) -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += [*package.options, "--dest", str(archives), f"{package.project or name}=={package.version}"]
         without_cuda = {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE", "FLASH_ATTENTION_FORCE_BUILD": "TRUE"}
-        subprocess.run(
-            command,
-            env=os.environ | without_cuda,
-            check=True,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        subprocess.check_output(command, env=os.environ | without_cuda, text=True, stderr=subprocess.STDOUT)
         (archive,) = archives.iterdir()
         keep = re.compile(rf"{package.keep}|{VERSION_FILES}")
         if archive.suffix == ".whl":

@@ -11,7 +11,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -154,8 +154,7 @@ class Setup:
     compiles: bool = False  # in the first step, in which more runs then
 
 
-@dataclasses.dataclass
-class Trained:
+class Trained(NamedTuple):
     """A training on one rank."""
 
     steps: list[Measured]  # one for every micro-batch
