@@ -73,7 +73,7 @@ class Compiled(NamedTuple):
     """What dynamo did since the last reset."""
 
     graphs: int
-    graph_breaks: int
+    graph_breaks: int  # places where graphs broke
 
 
 def compiled_so_far() -> Compiled:
@@ -81,14 +81,4 @@ def compiled_so_far() -> Compiled:
     metrics = [m for m in get_compilation_metrics() if m.co_filename is not None]
     ours = [f"{m.co_filename}:{m.co_name}" for m in metrics if m.co_filename.startswith(fastac.__path__[0] + "/")]
     assert not ours, f"dynamo compiled functions of fastac: {ours}"
-    return Compiled(graphs(), graph_breaks())
-
-
-def graphs() -> int:
-    """How many graphs were compiled since the last reset."""
-    return counters["stats"]["unique_graphs"]
-
-
-def graph_breaks() -> int:
-    """At how many places graphs broke since the last reset."""
-    return sum(counters["graph_break"].values())
+    return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))

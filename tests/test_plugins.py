@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import fastac
-from fastac import FastacError
+from fastac import FastacError, cli
 from tests import support
 from tests.distributed import ranks
-from tests.distributed.steps import Warnings
+from tests.distributed.steps import logged
 from tests.engine.cases import assert_exact
 from tests.support import AttentionBlock
 
@@ -152,26 +152,20 @@ def is_registered(namespace: str, name: str) -> bool:
     return False
 
 
-def use_fastac() -> None:
-    fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
-
-
 def printed(*arguments: str) -> str:
-    """What `python -m fastac` prints."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
-        patch.setattr(sys, "argv", ["fastac", *arguments])
-        with pytest.raises(SystemExit, match=r"^0$"):
-            runpy.run_module("fastac", run_name="__main__")
+    """What `python -m fastac backends` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert cli.main(["backends", *arguments]) == 0
     return output.getvalue()
 
 
 def use_plugins(folder: str) -> None:
     """In a process that has not used fastac. A plugin is interrupted; the next use loads it and those that are left."""
     sys.path.insert(0, folder)
-    with Warnings() as messages:
+    with logged(logging.WARNING) as messages:
         with pytest.raises(KeyboardInterrupt):
-            use_fastac()
-        use_fastac()
+            fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
+        fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
         assert importlib.import_module("attention_plugin.more_rows").calls == ["rows", "interrupted", "interrupted"]
         kernel = importlib.import_module("attention_plugin.kernel")
         for attend in (kernel.attend, lambda *tensors: kernel.OpaqueAttention.apply(*tensors)):
@@ -182,7 +176,7 @@ def use_plugins(folder: str) -> None:
     before = ("before_a_text", "before_a_function", "before_it_raises")
     assert not any(is_registered("broken_plugin", name) for name in before)
 
-    table, listed = printed("backends"), json.loads(printed("backends", "--json"))
+    table, listed = printed(), json.loads(printed("--json"))
     assert "fastac_tests::of_a_plugin" in table
     assert {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS} <= {
         one["name"] for one in listed["plugins"]
@@ -207,12 +201,5 @@ def test_nothing_is_loaded_at_import_or_where_fastac_is_ruled_out(installed: Pat
         "fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))\n"
         "print([name for name in sys.modules if '_plugin' in name])"
     )
-    path = os.pathsep.join((str(installed), str(ROOT)))
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"FASTAC_DISABLE": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "[]\n"
+    environment = os.environ | {"FASTAC_DISABLE": "1", "PYTHONPATH": os.pathsep.join((str(installed), str(ROOT)))}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"

@@ -14,37 +14,25 @@ import torch
 from fastac.registry import find_op
 from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
 
-# Op -> where tokens and heads are in its tensors, when they are not packed: (tokens, heads, dim) with ends given.
-_FORWARD = {
-    "_scaled_dot_product_flash_attention": "bhsd",
-    "_scaled_dot_product_flash_attention.quantized": "bhsd",
-    "_scaled_dot_product_efficient_attention": "bhsd",
-    "_scaled_dot_product_cudnn_attention": "bhsd",
-    "_scaled_dot_product_fused_attention_overrideable": "bhsd",
-    "_scaled_dot_product_attention_math_for_mps": "bhsd",
-    "_flash_attention_forward": "bshd",
-    "_flash_attention_forward.quantized": "bshd",
-    "_efficient_attention_forward": "bshd",
-    "_cudnn_attention_forward": "bhsd",
-}
-FORWARD = {name: layout for name, layout in _FORWARD.items() if find_op(f"aten::{name}")}
+_FORWARD = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention.quantized",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math_for_mps",
+    "_flash_attention_forward",
+    "_flash_attention_forward.quantized",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+FORWARD = [name for name in _FORWARD if find_op(f"aten::{name}")]
 """Those that this torch has: the quantized ones came with 2.11."""
 
-BACKWARD = {
-    "_scaled_dot_product_flash_attention_backward": "bhsd",
-    "_scaled_dot_product_efficient_attention_backward": "bhsd",
-    "_scaled_dot_product_cudnn_attention_backward": "bhsd",
-    "_scaled_dot_product_fused_attention_overrideable_backward": "bhsd",
-    "_flash_attention_backward": "bshd",
-    "_efficient_attention_backward": "bshd",
-    "_cudnn_attention_backward": "bhsd",
-}
+BACKWARD = [name for one in FORWARD if find_op(f"aten::{(name := one.removesuffix('_forward') + '_backward')}")]
 
 UNNAMED = {"_scaled_dot_product_attention_math_for_mps": ("out", "logsumexp")}
 """What ops return whose schema does not say."""
-
-ALIGNED = {"_efficient_attention_forward": 32, "_efficient_attention_backward": 32}
-"""To what statistics are padded; those of a packed batch have one row per sequence then."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,10 +46,12 @@ def cpu_kernels() -> Iterator[None]:
 def registered() -> Iterator[None]:
     """The ops above have CPU kernels inside. Forwards count themselves in `support.executions`, as `aten::<name>`."""
     library = torch.library.Library("aten", "IMPL")
-    for name, layout in (FORWARD | BACKWARD).items():
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        aligned = ALIGNED.get(name, 0)
+    for name in FORWARD + BACKWARD:
+        # Tokens before heads, when they are not packed: (tokens, heads, dim) with ends given.
+        layout = "bshd" if name.startswith(("_flash", "_efficient")) else "bhsd"
+        # To what statistics are padded; those of a packed batch have one row per sequence then.
+        aligned = 32 if name.startswith("_efficient") else 0
+        op = find_op(f"aten::{name}")
         if name in FORWARD:
             kernel = forward_kernel(f"aten::{name}", op, layout, UNNAMED.get(name, ()), aligned)
         else:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from fastac.registry import find_op
 from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
-from tests.backends.parity import op_of
 
 RETURNS = ("out", "logsumexp", "mask", "seed")
 
@@ -75,8 +75,8 @@ def hub_build(namespace: str) -> ModuleType:
 def _register(namespace: str) -> None:
     for kind in ("", "varlen_"):
         forward, backward = (f"{namespace}::_flash_attn_{kind}{direction}" for direction in ("forward", "backward"))
-        torch.library.register_kernel(forward, "cpu", forward_kernel(forward, op_of(forward), "bshd", RETURNS))
-        torch.library.register_kernel(backward, "cpu", _in_place(backward_kernel(op_of(backward), "bshd")))
+        torch.library.register_kernel(forward, "cpu", forward_kernel(forward, find_op(forward), "bshd", RETURNS))
+        torch.library.register_kernel(backward, "cpu", _in_place(backward_kernel(find_op(backward), "bshd")))
 
 
 def _in_place(kernel: Callable[..., Any]) -> Callable[..., torch.Tensor]:
@@ -120,8 +120,8 @@ def flash_attn_3(namespace: str = "flash_attn_3") -> None:
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"fwd({FORWARD_3}) -> (Tensor(out!), Tensor, Tensor, Tensor)")
     library.define(f"bwd({BACKWARD_3}) -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), {', '.join(['Tensor'] * 5)})")
-    forward = forward_kernel(f"{namespace}::fwd", op_of(f"{namespace}::fwd"), "bshd", ("out", "logsumexp", "", ""))
-    backward = backward_kernel(op_of(f"{namespace}::bwd"), "bshd")
+    forward = forward_kernel(f"{namespace}::fwd", find_op(f"{namespace}::fwd"), "bshd", ("out", "logsumexp", "", ""))
+    backward = backward_kernel(find_op(f"{namespace}::bwd"), "bshd")
 
     def forward_into(*args: Any) -> Any:
         """The output goes into `out` where it is given. The last two are there only when the keys are split."""

@@ -47,17 +47,6 @@ def not_here(files: Collection[str], required: Collection[str]) -> list[str]:
     return list(reasons.values())
 
 
-def verdict(files: Collection[str], returncode: int, output: str) -> str:
-    """What is wrong with the run of these files, or ""."""
-    if returncode:
-        return f"failed:\n{output}"
-    skipped = [line for line in output.splitlines() if line.startswith("SKIPPED") and NOT_ON_A_GPU not in line]
-    passed = set(re.findall(r"^PASSED \S+/(\w+)\.py", output, flags=re.MULTILINE))
-    if skipped or passed != set(files):
-        return f"did not run all tests of {', '.join(files)}:\n{output}"
-    return ""
-
-
 def run(folder: Path, group: Collection[str]) -> None:
     """Run the files of a group whose packages are here, and fail as they do. Skips, at its end, when some are not."""
     absent = not_here(group, REQUIRED)
@@ -65,7 +54,11 @@ def run(folder: Path, group: Collection[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--color=no"]
     command += [str(folder / f"{name}.py") for name in files]
     ran = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
-    if wrong := verdict(files, ran.returncode, ran.stdout):
-        pytest.fail(wrong, pytrace=False)
+    if ran.returncode:
+        pytest.fail(f"failed:\n{ran.stdout}", pytrace=False)
+    skipped = [line for line in ran.stdout.splitlines() if line.startswith("SKIPPED") and NOT_ON_A_GPU not in line]
+    passed = set(re.findall(r"^PASSED \S+/(\w+)\.py", ran.stdout, flags=re.MULTILINE))
+    if skipped or passed != set(files):
+        pytest.fail(f"did not run all tests of {', '.join(files)}:\n{ran.stdout}", pytrace=False)
     if absent:
         pytest.skip("\n".join(absent))

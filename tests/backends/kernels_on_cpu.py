@@ -83,6 +83,7 @@ class Call:
             "out": self._together([one.to(self["query"].dtype) for one, _ in found]),
             "logsumexp": self._statistics_together([one for _, one in found]),
             "seed": seed,
+            "philox_offset": torch.zeros_like(seed),
             "max_q": max(one.shape[-2] for one in queries),
             "max_k": max(one.shape[-2] for one in keys),
         }

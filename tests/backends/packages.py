@@ -12,7 +12,6 @@ hunts use come with --hunts.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import subprocess
@@ -20,9 +19,9 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 VERSION_FILES = r"[^/]+\.(dist|egg)-info/(METADATA|PKG-INFO|entry_points\.txt)"
 """Kept of every package: what diffusers and others ask for its version."""
@@ -31,74 +30,62 @@ FOLDER = Path(sys.prefix, "backends")
 """Where `make test` puts them: in the virtual environment that runs."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Package:
+WHEEL = ("--only-binary", ":all:")
+# pip asks a source release for its name, by running its setup.py: that needs what is installed here.
+SOURCE = ("--no-binary", ":all:", "--no-build-isolation")
+
+
+def wheel_for(version: str, *platforms: str) -> tuple[str, ...]:
+    """The wheel for a Python version and platforms, whatever runs here."""
+    return (*WHEEL, "--python-version", version, "--implementation", "cp", *(f"--platform={p}" for p in platforms))
+
+
+class Package(NamedTuple):
     """One release on the package index.
 
-    project: what the index calls it, where that is not its name here.
-    wheel_for: Python version and platforms of the wheel that is taken, whatever runs here; empty for one that fits.
-    any_python: take it although it asks for another Python than the one that runs here.
-    source: take the source release. keep: regular expression for the files that are unpacked.
+    options: of pip. keep: regular expression for the files that are unpacked. project: what the index calls it, where
+    that is not its name here.
     """
 
     version: str
-    project: str = ""
-    wheel_for: tuple[str, ...] = ()
-    any_python: bool = False
-    source: bool = False
+    options: tuple[str, ...] = WHEEL
     keep: str = r".*\.(py|json)"
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def options(self, name: str) -> list[str]:
-        if self.source:
-            # pip asks a source release for its name, by running its setup.py: that needs what is installed here.
-            return ["--no-binary", name, "--no-build-isolation"]
-        found = ["--only-binary", ":all:", *["--ignore-requires-python"] * self.any_python]
-        if self.wheel_for:
-            version, *platforms = self.wheel_for
-            found += ["--python-version", version, "--implementation", "cp"]
-            found += [option for platform in platforms for option in ("--platform", platform)]
-        return found
+    project: str = ""
 
 
 PACKAGES = {
     # With the folder `hopper`, which is flash-attn 3.
-    "flash-attn": Package(
-        version="2.8.3.post2",
-        source=True,
-        keep=r"(flash_attn|hopper)/.*\.py",
-        environment={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE", "FLASH_ATTENTION_FORCE_BUILD": "TRUE"},
-    ),
-    "flash-attn-4": Package(version="4.0.0b36"),
-    "xformers": Package(version="0.0.35", wheel_for=("3.12", "manylinux_2_28_x86_64")),
-    "fastvideo": Package(version="0.2.1", source=True, keep=r"fastvideo/.*\.(py|json)"),
+    "flash-attn": Package("2.8.3.post2", SOURCE, r"(flash_attn|hopper)/.*\.py"),
+    "flash-attn-4": Package("4.0.0b36"),
+    "xformers": Package("0.0.35", wheel_for("3.12", "manylinux_2_28_x86_64")),
+    "fastvideo": Package("0.2.1", SOURCE, r"fastvideo/.*\.(py|json)"),
     "fastvideo-kernel": Package(
-        version="0.3.5", wheel_for=("3.12", "manylinux_2_35_x86_64", "manylinux_2_34_x86_64"), keep=r".*\.py"
+        "0.3.5", wheel_for("3.12", "manylinux_2_35_x86_64", "manylinux_2_34_x86_64"), r".*\.py"
     ),
-    "vsa": Package(version="0.0.4", wheel_for=("3.11", "manylinux2014_x86_64")),
-    "sageattention": Package(version="1.0.6"),
+    "vsa": Package("0.0.4", wheel_for("3.11", "manylinux2014_x86_64")),
+    "sageattention": Package("1.0.6"),
     # For its interpreter, which needs neither the tools of CUDA and ROCm nor the compiler's headers. Triton 3.9 has no
     # block pointers any more, which VSA and LongCat use; the interpreter of 3.6 fails with numpy 2.4.
-    "triton": Package(version="3.8.0", keep=r".*\.(py|json)|triton/_C/.*"),
+    "triton": Package("3.8.0", keep=r".*\.(py|json)|triton/_C/.*"),
     # Trainers: their models and what checkpoints them, without an __init__ that imports pipelines and tokenizers.
     "simpletuner": Package(
-        version="4.10.1",
-        any_python=True,
-        keep=r"simpletuner/helpers/(models/(wan|hunyuanvideo|kandinsky5_video|ltxvideo2)/transformer\w*"
+        "4.10.1",
+        (*WHEEL, "--ignore-requires-python"),
+        r"simpletuner/helpers/(models/(wan|hunyuanvideo|kandinsky5_video|ltxvideo2)/transformer\w*"
         r"|models/(flowmap|ltxvideo2/__init__)|training/(grounding/)?[a-z]\w*|musubi_block_swap|logging)\.py",
     ),
-    "diffsynth": Package(version="2.1.12", keep=r"diffsynth/.*\.py"),
-    "ltx-core": Package(version="1.0.0", keep=r"ltx_core/.*\.py"),
-    "finetrainers": Package(version="0.2.0", keep=r"finetrainers/utils/(activation_checkpoint|_common)\.py"),
+    "diffsynth": Package("2.1.12", keep=r"diffsynth/.*\.py"),
+    "ltx-core": Package("1.0.0", keep=r"ltx_core/.*\.py"),
+    "finetrainers": Package("0.2.0", keep=r"finetrainers/utils/(activation_checkpoint|_common)\.py"),
     "nemo-automodel": Package(
-        version="0.7.0", keep=r"nemo_automodel/(_diffusers/parallel\w+|(components/distributed|shared)/.*)\.py"
+        "0.7.0", keep=r"nemo_automodel/(_diffusers/parallel\w+|(components/distributed|shared)/.*)\.py"
     ),
-    "torchtitan": Package(version="0.3.0", keep=r"torchtitan/.*\.py"),
-    "spmd-types": Package(version="0.3.1", keep=r"spmd_types/.*\.py"),
+    "torchtitan": Package("0.3.0", keep=r"torchtitan/.*\.py"),
+    "spmd-types": Package("0.3.1", keep=r"spmd_types/.*\.py"),
     # Older than the one that is installed.
-    "diffusers-0.33": Package(project="diffusers", version="0.33.1"),
-    "diffusers-0.36": Package(project="diffusers", version="0.36.0"),
-    "diffusers-0.39": Package(project="diffusers", version="0.39.0"),
+    "diffusers-0.33": Package("0.33.1", project="diffusers"),
+    "diffusers-0.36": Package("0.36.0", project="diffusers"),
+    "diffusers-0.39": Package("0.39.0", project="diffusers"),
 }
 
 LIBRARIES = {
@@ -178,11 +165,9 @@ def download(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
         archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += [*package.options(name), "--dest", str(archives), f"{package.project or name}=={package.version}"]
-        environment = {**os.environ, **package.environment}
-        subprocess.run(
-            command, env=environment, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        command += [*package.options, "--dest", str(archives), f"{package.project or name}=={package.version}"]
+        without_cuda = {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE", "FLASH_ATTENTION_FORCE_BUILD": "TRUE"}
+        subprocess.check_output(command, env=os.environ | without_cuda, text=True, stderr=subprocess.STDOUT)
         (archive,) = archives.iterdir()
         keep = re.compile(rf"{package.keep}|{VERSION_FILES}")
         if archive.suffix == ".whl":
@@ -190,11 +175,10 @@ def download(name: str, folder: Path) -> None:
                 wheel.extractall(unpacked, [path for path in wheel.namelist() if keep.fullmatch(path)])
         else:
             with tarfile.open(archive) as source:
-                for file in source:
-                    path = file.name.partition("/")[2]  # a source release has a folder around it
-                    if file.isfile() and keep.fullmatch(path):
-                        (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
-                        (unpacked / path).write_bytes(source.extractfile(file).read())
+                files = [file for file in source if file.isfile()]
+                for file in files:
+                    file.name = file.name.partition("/")[2]  # a source release has a folder around it
+                source.extractall(unpacked, [file for file in files if keep.fullmatch(file.name)])
         try:
             unpacked.rename(unpacked_at)
         except OSError:

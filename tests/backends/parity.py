@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
-from fastac.registry import classify
+from fastac.registry import classify, find_op
 from tests.support import Tensors, assert_region, assert_same, run_checkpointed, train_step
 
 # No two alike, so that a dimension that is mistaken for another shows.
@@ -45,6 +45,10 @@ LENGTHS: dict[str, Any] = {
     "max_seqlen_k": max(KEY_LENGTHS),
 }
 """How most libraries describe packed sequences."""
+
+
+SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
+"""Why its counter does not count by the formula."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Case:
 
     def is_of(self, row: Any) -> bool:
         if self.function is None:
-            resolved = classify(op_of(self.op))
+            resolved = classify(find_op(self.op))
             return resolved is not None and resolved.row is row
         module = getattr(row, "module", "")
         return row.name == self.function.__name__ and bool(re.fullmatch(module, self.function.__module__))
@@ -147,13 +151,6 @@ def swapped(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def contiguous(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """For a call of kernels that take no other tensors."""
     return lambda q, k, v, p: call(q.contiguous(), k.contiguous(), v.contiguous(), p)
-
-
-def op_of(name: str) -> Any:
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    op = getattr(getattr(torch.ops, namespace), packet)
-    return op if namespace == "higher_order" else getattr(op, overload or "default")
 
 
 class Parity:

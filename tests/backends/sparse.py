@@ -65,18 +65,9 @@ def block_sparse_fwd(
     return output.to(q.dtype), statistics[..., None]
 
 
-def block_sparse_bwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    statistics: torch.Tensor,
-    grad: torch.Tensor,
-    index: torch.Tensor,
-    number: torch.Tensor,
-    sizes: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def block_sparse_bwd(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Its backward, given the blocks of queries of each block of keys; in float32, as the extension has it."""
+    q, k, v, output, statistics, grad, index, number, sizes = given
     bias = _bias(map_of(index, number, q.shape[2] // BLOCK).transpose(-1, -2), sizes)
     tensors = (tensor.float() for tensor in (grad, q, k, v, output))
     return support.attention_math_backward(*tensors, statistics[..., 0], bias=bias)

@@ -26,10 +26,6 @@ def _on_cpu() -> Iterator[None]:
         yield
 
 
-def nearer_is_better(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return score - (query - key).abs() * 0.1
-
-
 TOKENS = 3 * 64
 
 
@@ -43,7 +39,9 @@ def nabla(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, noise: to
 class TestFlex(Parity):
     cases = (
         Case(OP, lambda q, k, v, _: flex_attention(q, k, v, enable_gqa=True), heads=4, kv_heads=2),
-        Case(OP, lambda q, k, v, _: flex_attention(q, k, v, score_mod=nearer_is_better), "score_mod"),
+        Case(
+            OP, lambda q, k, v, _: flex_attention(q, k, v, lambda s, b, h, m, n: s - (m - n).abs() * 0.1), "score_mod"
+        ),
         Case(OP, lambda q, k, v, _: nabla(q, k, v, 0.0), "nabla", queries=TOKENS, keys=TOKENS),
     )
     test_flops = None  # type: ignore[assignment]  # torch's counter fails on it: see tests/test_flops.py

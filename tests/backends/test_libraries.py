@@ -1,4 +1,7 @@
-"""Every attention library: the files of tests/backends/libraries, in two processes, so that nothing leaks."""
+"""Attention libraries and a trainer: the files of two folders, in three processes, so that nothing leaks.
+
+Other trainers are in hunts/trainers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tests.backends import packages
 from tests.backends.groups import ROOT, named, run
 
 LIBRARIES = Path(__file__).with_name("libraries")
+TRAINERS = ROOT / "tests" / "trainers"
 
 GROUPS = {
     "flash": ("flash_attn_2", "xformers", "diffusers_backends", "varlen", "fastvideo", "vmoba", "flash_attn_4"),
@@ -22,9 +26,9 @@ folder, and before diffusers. flash-attn 3 of July 2025 has an op of the name th
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [*GROUPS, "trainers"])
 def test_libraries(group: str) -> None:
-    run(LIBRARIES, GROUPS[group])
+    run(LIBRARIES, GROUPS[group]) if group in GROUPS else run(TRAINERS, packages.TRAINERS)
 
 
 # The list

@@ -19,12 +19,11 @@ from fastac.backends import sdpa
 from fastac.registry import find_op, present_ops
 from tests import support
 from tests.backends.aten_on_cpu import cpu_kernels as cpu_kernels
-from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
+from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, SWAPPED, Case, Parity, ends, swapped
 from tests.support import assert_region
 
 ENDS = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
 LONGEST = max(QUERY_LENGTHS), max(KEY_LENGTHS)
-SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
 DECOMPOSITION = "_safe_softmax"
 DROPOUT = object()
 """Stands for the dropout of a call, among the arguments of an op."""
@@ -35,7 +34,7 @@ def case(op: str, *arguments: Any, by_tokens: bool = False, batched: bool = Fals
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
         heads = [one[None] if batched else one for one in (query, key, value)]
-        found = op_of(f"aten::{op}")(*heads, *(dropout_p if one is DROPOUT else one for one in arguments))
+        found = find_op(f"aten::{op}")(*heads, *(dropout_p if one is DROPOUT else one for one in arguments))
         output: torch.Tensor = found[0]
         return output[0] if batched else output
 

@@ -68,16 +68,13 @@ def _as_a_batch_of_one(kernel: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return output, statistics[None] if statistics.dim() == 2 else statistics
 
 
-def _fmha_forward(q: Any, k: Any, v: Any, window_left: int, window_right: int, **options: Any) -> Any:
-    sizes = {"window_size_left": window_left, "window_size_right": window_right}
-    return torch.ops.fbgemm.fmha_fwd(q, k, v, **options, **sizes)
+NAMES = {"q": "query", "k": "key", "v": "value", "out": "output", "dout": "dOutput"}
+"""An argument of the Python functions -> of fbgemm's ops."""
 
 
-def _fmha_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, window_left: int, window_right: int, **options: Any
-) -> Any:
-    sizes = {"window_size_left": window_left, "window_size_right": window_right}
-    return torch.ops.fbgemm.fmha_bwd(dout, q, k, v, out, softmax_lse, **options, **sizes)
+def _fmha(op: Any, *, window_left: int, window_right: int, **given: Any) -> Any:
+    renamed = {NAMES.get(name, name): value for name, value in given.items()}
+    return op(**renamed, window_size_left=window_left, window_size_right=window_right)
 
 
 @functools.cache
@@ -89,8 +86,9 @@ def xformers() -> ModuleType:
     for depth in range(len(place)):
         substitute(".".join(place[: depth + 1]))
     interface = substitute(".".join([*place, "cutlass_blackwell_fmha_interface"]))
-    functions = {"forward": _fmha_forward, "backward": _fmha_backward}  # in the real one, too, a call of the op
-    vars(interface).update({f"_cutlass_blackwell_fmha_{name}": function for name, function in functions.items()})
+    for name, op in (("forward", torch.ops.fbgemm.fmha_fwd), ("backward", torch.ops.fbgemm.fmha_bwd)):
+        # In the real one, too, a call of the op.
+        setattr(interface, f"_cutlass_blackwell_fmha_{name}", functools.partial(_fmha, op))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)  # torch's op, on a GPU
         patch.setitem(sys.modules, "flash_attn", None)  # whose extension it would call past the ops

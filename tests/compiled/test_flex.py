@@ -33,9 +33,6 @@ skip_module_without(releases.FLEX)
 
 TOKENS = 256
 
-FUSED = "plain"
-"""The attention around which inductor's own kernels run."""
-
 
 def is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return query >= key
@@ -166,7 +163,8 @@ def test_a_step(way: str, name: str, device: str) -> None:
         reference = train_step(torch.compile(plain) if on_gpu else plain, given)
         reference = {tensor.replace("_orig_mod.", ""): value for tensor, value in reference.items()}
     compiler.reset()
-    with nullcontext() if on_gpu or name == FUSED else unfused(), flex_on_cpu.compiled(own_kernels=on_gpu):
+    # Around "plain" inductor's own kernels run.
+    with nullcontext() if on_gpu or name == "plain" else unfused(), flex_on_cpu.compiled(own_kernels=on_gpu):
         built = model(attend if way == "blocks" else fastac.compile_attention(attend)).to(device)
         if way == "blocks":
             fastac.compile(built, blocks="blocks", fullgraph=name != "behind a graph break")

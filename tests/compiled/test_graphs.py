@@ -119,9 +119,6 @@ def test_attention_in_a_nested_region() -> None:
         train_step(compile_whole(model, "aot_eager"), small_inputs())
     assert re.search(r"nested_compile_region.*fastac\.compile", str(error.value))
     assert "budget" not in str(error.value)
-
-
-def test_a_nested_region_in_compiled_blocks() -> None:
     model = stack(block=Nested)
     fastac.compile(model, blocks="blocks", backend="aot_eager")
     train_step(model, small_inputs())

@@ -6,6 +6,7 @@ the op in the same way: it replaces it by a plain function in the compiled forwa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import fastac
 from tests import support
 from tests.backends import flex_on_cpu
-from tests.compiled.steps import frozen, frozen_inputs, small, small_inputs
+from tests.compiled.steps import frozen, frozen_inputs, hiding, small, small_inputs
 from tests.support import train_step
 
 HIDDEN = "attention inside compiled code"
@@ -31,16 +32,9 @@ def _hidden(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
     return output, statistics / math.log(2), statistics
 
 
-def _hide(module: Any, _: Any) -> Any:
-    for node in module.graph.nodes:
-        if node.target is torch.ops.higher_order.flex_attention:
-            node.target = _hidden
-    module.recompile()
-    return module
-
-
 def compiled() -> Any:
-    return torch.compile(flex_attention, backend=aot_autograd(fw_compiler=_hide, bw_compiler=lambda module, _: module))
+    hide = functools.partial(hiding, op=torch.ops.higher_order.flex_attention, by=_hidden)
+    return torch.compile(flex_attention, backend=aot_autograd(fw_compiler=hide, bw_compiler=lambda module, _: module))
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +47,14 @@ def _flex_trains_here() -> Iterator[None]:
 def test_flex_attention_that_is_compiled_on_its_own_is_refused() -> None:
     """The eager look does not run it: that would hold all scores in memory."""
     model, inputs = small("attn_only", layers=1, attend=compiled()), small_inputs(128)
-    for _ in range(2):
+    # In the second the feed-forward alone trains: the autograd graph shows nothing of the compiled code.
+    unlike = frozen(small("attn_only", layers=1, attend=compiled())), frozen_inputs(inputs)
+    for refused, given in ((model, inputs), (model, inputs), unlike, unlike):  # compiled in the region, or before it
         with REFUSED:
-            train_step(model, inputs)
+            refused(**given)
     model.policy = "none"
     train_step(model, inputs)
     assert set(support.executions) == {HIDDEN}, "it did run compiled"
-
-
-def test_in_a_first_block_whose_attention_needs_no_gradient() -> None:
-    """The feed-forward alone trains: the autograd graph shows nothing of the compiled code."""
-    model, inputs = frozen(small("attn_only", layers=1, attend=compiled())), frozen_inputs(small_inputs(128))
-    for _ in range(2):  # compiled in the region, or before it
-        with REFUSED:
-            model(**inputs)
 
 
 def test_eager_flex_attention_is_not_taken_for_compiled_code() -> None:

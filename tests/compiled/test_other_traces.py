@@ -67,20 +67,16 @@ def test_make_fx_traces_the_region_as_it_is(caplog: pytest.LogCaptureFixture) ->
 def pairs(how: str) -> torch.nn.Module:
     """A model that symbolic traces can follow. how: its blocks take tensors, or a tuple as the only argument."""
 
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.value = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
+    class Block(torch.nn.Linear):
         def forward(self, state: Any) -> Any:
             x, rest = state if how == "tuples" else (state, None)
-            x = x + F.scaled_dot_product_attention(self.query(x), x, self.value(x))
+            x = x + F.scaled_dot_product_attention(super().forward(x), x, x)
             return (x, rest) if how == "tuples" else x
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = torch.nn.ModuleList([Block(), Block()])
+            self.blocks = torch.nn.ModuleList([Block(8, 8), Block(8, 8)])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             state: Any = (x, 1) if how == "tuples" else x

@@ -35,6 +35,7 @@ def train(layer: str, way: str, policy: str) -> Tensors:
         ("delayed scaling", "blocks"),
         ("delayed scaling", "whole"),
         pytest.param("router", "blocks", marks=pytest.mark.slow),
+        pytest.param("batch norm", "whole", marks=pytest.mark.slow),
     ],
 )
 def test_they_are_written_once(layer: str, way: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import datetime as dt
 import faulthandler
 import functools
@@ -24,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,8 +41,7 @@ PATIENCE = 270.0
 """Seconds after which ranks that are not done are ended, and the test fails."""
 
 
-@dataclasses.dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What one rank did. error: the traceback of what it raised, or why there is no result."""
 
     result: Any = None

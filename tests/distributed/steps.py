@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,26 +116,18 @@ def collectives(profiled: profile) -> Counter[str]:
 STEPS = 2
 """With other weights in the second, in which everything is set up that an engine sets up."""
 
-LEARNING_RATE = 1e-2
 
-
-class Logged(logging.Handler):
-    """Keeps what fastac logs from a level on."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        self.messages: list[str] = []
-        logger = logging.getLogger("fastac")
-        logger.addHandler(self)
-        logger.setLevel(self.level)
-        return self.messages
-
-    def __exit__(self, *exception: object) -> None:
-        logger = logging.getLogger("fastac")
-        logger.removeHandler(self)
-        logger.setLevel(logging.NOTSET)
+@contextmanager
+def logged(level: int) -> Iterator[list[str]]:
+    """What fastac logs from a level on."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger("fastac"), logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    yield messages
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
 
 
 def enable(model: torch.nn.Module, policy: str) -> None:
@@ -162,8 +154,7 @@ class Setup:
     compiles: bool = False  # in the first step, in which more runs then
 
 
-@dataclasses.dataclass
-class Trained:
+class Trained(NamedTuple):
     """A training on one rank."""
 
     steps: list[Measured]  # one for every micro-batch
@@ -187,7 +178,7 @@ def train(setup: Setup, policy: str) -> Trained:
     model = model if setup.prepare is None else setup.prepare(model)
     rank, found = dist.get_rank(), []
     every = batches(batch, STEPS * setup.micro_batches * setup.world)[rank :: setup.world]
-    with Logged(logging.WARNING) as warnings:
+    with logged(logging.WARNING) as warnings:
         for part in setup.order.split(", "):
             if part == "enable":
                 setup.enable(model, policy)
@@ -209,10 +200,7 @@ def train(setup: Setup, policy: str) -> Trained:
 
 def descend(model: torch.nn.Module) -> None:
     """Change what is trained by its gradients."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
 
 
 def plain_name(name: str) -> str:

@@ -19,16 +19,13 @@ from tests.distributed import ranks
 from tests.distributed.models import part_of_inputs, sharded, ulysses_stack
 from tests.support import stack, stack_inputs
 
-WRAPPERS: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}
-
 
 def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[dict[str, str]]:
     """What each of so many steps chose, on a rank with much memory and another with little.
 
     forwards: of each rank. wait: seconds for which a rank waits for the other one in its third forward.
     """
-    model = ulysses_stack(layers=3) if kind == "ulysses" else stack(layers=3)
-    inputs = part_of_inputs() if kind == "ulysses" else stack_inputs(batch=1 + dist.get_rank() * (kind == "ddp"))
+    model, inputs = stack(layers=3), stack_inputs(batch=1 + dist.get_rank() * (kind == "ddp"))
     forecast = fastac.plan(model, inputs, blocks="blocks", gpus=2 if kind == "fsdp2" else 1).forecast
     full, most = (forecast.peak(policy) - forecast.states.weights for policy in ("full", "attn_only"))
     room = 10 * most if dist.get_rank() == 0 else (full + most) // 2
@@ -38,7 +35,8 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[di
         patch.setattr(auto, "memory_of", lambda device: memory)
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         fastac.enable(model, fastac.Auto(host=0), blocks="blocks")
-        trained = WRAPPERS.get(kind, lambda model: model)(model)
+        wrappers: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}
+        trained = wrappers.get(kind, lambda model: model)(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
         for number in range(forwards[dist.get_rank()]):
             patch.setattr(auto, "WAIT", timedelta(seconds=wait if number == 2 else 240))
@@ -51,16 +49,6 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[di
     return chosen
 
 
-def assert_smallest_memory_counts(kind: str) -> None:
-    much, little = ranks.run(_choices, kind, (3, 3))
-    assert much == little
-    assert {"none", "attn_only"}.isdisjoint(much[0].values())
-
-
-def test_the_smallest_memory_counts() -> None:
-    assert_smallest_memory_counts("fsdp2")
-
-
 def test_ranks_with_other_shapes() -> None:
     """Inputs of rank 1 are larger in every step. Both plan with the memory of rank 1."""
     first, second = ranks.run(_choices, "ddp", (3, 3))
@@ -68,13 +56,15 @@ def test_ranks_with_other_shapes() -> None:
     assert "none" not in second[0].values()
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_a_rank_that_does_not_come_and_the_next_model() -> None:
     """One has no more data after two steps. The other one goes on, and waits once: for a second, here."""
     first, second = ranks.run(_choices, "alone", (4, 2), 1.0)
     assert first[:2] == second
     assert len(first) == 4
-    # The next model does not meet what the first one left in the store.
-    assert_smallest_memory_counts("ulysses")
+    # The next model does not meet what the first one left in the store. The smallest memory counts.
+    much, little = ranks.run(_choices, "fsdp2", (3, 3))
+    assert much == little
+    assert {"none", "attn_only"}.isdisjoint(much[0].values())
 
 
 def _planned_and_saved() -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from fastac.engine import releases
-from tests.compiled.steps import SmallBlock, hiding, small, small_inputs
+from tests.compiled.steps import SmallBlock, compile_blocks, hiding, small, small_inputs
 from tests.distributed import ranks, steps
 from tests.distributed.models import Differentiable, all_to_all_out, flat, sharded, ulysses
 from tests.support import assert_same, loss_of, run_checkpointed, stack, stack_inputs, written_out
@@ -33,10 +33,7 @@ EQUAL = tuple((both, both) for both, _ in UNEQUAL)
 """For an attention over the tokens of both."""
 
 
-def compiled(model: Any) -> Any:
-    for block in model.blocks:
-        block.compile(backend="eager", dynamic=False)
-    return model
+compiled = partial(compile_blocks, backend="eager")
 
 
 def compiled_inside(model: Any) -> Any:
@@ -132,7 +129,7 @@ def _trained(way: Way, policy: str) -> list[steps.Measured]:
 
 def _on_rank(name: str) -> tuple[list[steps.Measured], list[steps.Measured], int]:
     """Steps without checkpointing, steps with it, and how many lines of fastac's log say that something is not seen."""
-    with steps.Logged(logging.INFO) as messages:
+    with steps.logged(logging.INFO) as messages:
         plain, saving = (_trained(WAYS[name], policy) for policy in ("none", "attn_only"))
     return plain, saving, sum("is not found" in line for line in messages)
 
@@ -155,11 +152,9 @@ def test_no_rank_communicates_alone(name: str) -> None:
 def _hidden() -> tuple[list[str], list[str]]:
     errors, warned = [], []
     for wrap in (torch.nn.Identity, sharded):
-        model = small("attn_only")
-        for block in model.blocks:
-            block.compile(backend=hiding, dynamic=False)
+        model = compile_blocks(small("attn_only"), hiding)
         wrapped = model if wrap is torch.nn.Identity else wrap(model)
-        with steps.Logged(logging.WARNING) as warnings:
+        with steps.logged(logging.WARNING) as warnings:
             try:
                 for tokens in (24, 16):
                     wrapped(**small_inputs(tokens))
@@ -193,13 +188,9 @@ def _second_model() -> None:
         loss_of(model(**stack_inputs())).backward()
 
 
-class Hiding(SmallBlock):
-    """A class of its own."""
-
-
 def _blocks_of_several_classes() -> None:
     model = small("attn_only")
-    model.blocks[1] = Hiding(twice)
+    model.blocks[1] = type("Hiding", (SmallBlock,), {})(twice)
     flat(model)(**small_inputs())
 
 

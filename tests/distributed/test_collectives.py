@@ -191,8 +191,13 @@ def _every(table: str) -> dict[str, dict[str, Did]]:
     }
 
 
-def assert_issued(table: str) -> None:
-    """No bit changes. In backward its own collectives run, and those of the forward that are issued again."""
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_saved_and_what_is_issued_again(table: str) -> None:
+    """No bit changes. In backward its own collectives run, and those of the forward that are issued again.
+
+    A result in flight is not complete: it is copied at its wait, and inside a Function autograd does not notice a
+    change of it. What writes a buffer is never saved: replayed, the buffer would stay unwritten.
+    """
     for rank, every in enumerate(ranks.run(_every, table)):
         for name, found in every.items():
             case, plain = TABLES[table][name], found["none"].step
@@ -210,20 +215,6 @@ def assert_issued(table: str) -> None:
                     said = dataclasses.astuple(communication) if communication else None
                     assert said == (reported if case.issued else None), f"{name}, {way}"
                     assert writing == (not case.issued), f"{name}, {way}"
-
-
-def test_exchanges_are_saved_and_gathers_issued_again() -> None:
-    assert_issued("exchanges")
-
-
-def test_pending_results_are_copied_at_their_wait() -> None:
-    """A result in flight is not complete, and inside a Function autograd does not notice a change of it."""
-    assert_issued("pending")
-
-
-def test_what_writes_a_buffer_is_never_saved() -> None:
-    """Its result is in the buffer: replayed, the buffer would stay unwritten."""
-    assert_issued("writing")
 
 
 # Errors

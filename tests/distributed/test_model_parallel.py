@@ -5,9 +5,7 @@ Context parallelism of diffusers and of torch, tensor parallelism with DTensor, 
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,6 +21,7 @@ import fastac
 import fastac.graph
 from fastac.policy import Policy
 from tests import support
+from tests.backends import aten_on_cpu
 from tests.distributed import ranks, steps
 from tests.distributed.models import EXCHANGES, TensorParallel, part_of_inputs, ulysses_stack
 from tests.distributed.steps import Measured
@@ -90,35 +89,9 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return F.scaled_dot_product_attention(query, key, value)  # found when it is called: torch exchanges it
 
 
-def _block() -> torch.nn.Module:
-    return support.AttentionBlock(attend=_attend)
-
-
-EFFICIENT = "_scaled_dot_product_efficient_attention"
-
-
 def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """By the kernel that torch's context parallelism knows."""
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
-
-
-@contextlib.contextmanager
-def _efficient_on_cpu() -> Iterator[None]:
-    """That kernel, for the CPU. Its executions are counted."""
-
-    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        support.executions[EFFICIENT] += 1
-        return (*support.attention_math(query, key, value), *[torch.zeros((), dtype=torch.int64)] * 2)
-
-    def backward(grad: Any, query: Any, key: Any, value: Any, _: Any, out: Any, statistics: Any, *__: Any) -> Any:
-        return (*support.attention_math_backward(grad, query, key, value, out, statistics), torch.zeros(()))
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(EFFICIENT, forward, "CPU")
-    library.impl(f"{EFFICIENT}_backward", backward, "CPU")
-    with mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention):
-        yield
-    library._destroy()
 
 
 def _torch(rotation: str) -> dict[str, Trained]:
@@ -126,9 +99,12 @@ def _torch(rotation: str) -> dict[str, Trained]:
     _attention._cp_options.enable_load_balance = False  # for causal attention alone
     mesh = init_device_mesh("cpu", (2,))
     found = {}
-    with _efficient_on_cpu():
+    with (
+        aten_on_cpu.registered(),
+        mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention),
+    ):
         for policy in ("none", "torch", "attn_only"):
-            model = support.stack(block=_block, policy=policy)
+            model = support.stack(block=lambda: support.AttentionBlock(attend=_attend), policy=policy)
             batch = {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
             support.executions.clear()
             forward: list[int] = []

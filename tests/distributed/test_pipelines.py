@@ -45,7 +45,7 @@ def in_parallel(kind: Callable[..., Any], of_each: int, policy: str) -> tuple[Te
     rank, world = dist.get_rank(), dist.get_world_size()
     count = world * of_each
     video, text = (tensor.detach() for tensor in stack_inputs(batch=MICRO_BATCHES).values())
-    with steps.Logged(logging.WARNING) as warnings:
+    with steps.logged(logging.WARNING) as warnings:
         mine = {i: stage for i, stage in enumerate(stages(count, policy)) if i % world == rank}
         pipeline = [PipelineStage(stage, i, count, torch.device("cpu")) for i, stage in mine.items()]
         schedule = kind(pipeline if of_each > 1 else pipeline[0], MICRO_BATCHES, loss_fn=F.mse_loss)

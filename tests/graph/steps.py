@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-import fastac
 import fastac.graph
 from fastac.graph import Traced
-from fastac.registry import classify
 from tests import support
+from tests.graph.partitioned import is_attention
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 
 ATTENTION = f"{CPU_ATTENTION.replace('::', '.')}.default"
@@ -68,11 +67,7 @@ def targets(graph_module: torch.fx.GraphModule) -> Counter[str]:
 
 def attention_nodes(graph_module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     """The nodes that run an attention forward, by the registry."""
-    return [
-        node
-        for node in graph_module.graph.nodes
-        if node.op == "call_function" and (resolved := classify(node.target)) is not None and resolved.is_attention
-    ]
+    return [node for node in graph_module.graph.nodes if node.op == "call_function" and is_attention(node)]
 
 
 noisy_attention = support.attention_function(support.define_attention_op("noisy_attention", "dropout"))
@@ -83,8 +78,3 @@ noisy_attention = support.attention_function(support.define_attention_op("noisy_
 def _(query: torch.Tensor, key: torch.Tensor, *_: Any) -> Any:
     rows = query.shape[:-1]
     return query.new_empty(query.shape), query.new_empty(rows), query.new_empty((*rows, key.shape[-2]))
-
-
-def row(**options: Any) -> None:
-    """Register a row for `noisy_attention`."""
-    fastac.register(fastac.AttentionOp(backend="mine", namespace=support.NAMESPACE, name="noisy_attention", **options))

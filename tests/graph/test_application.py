@@ -26,7 +26,6 @@ from tests.graph.steps import (
     assert_exact,
     attention_nodes,
     noisy_attention,
-    row,
     run,
     step_of,
     targets,
@@ -77,7 +76,7 @@ A call that draws is saved whatever the policy, by what its row says.
 @pytest.mark.usefixtures("rows_as_before")
 @pytest.mark.parametrize("case", EXACT)
 def test_a_stack_of_blocks(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    row(layout="bhsd", dropout="dropout_p")
+    support.register_row("noisy_attention", "dropout_p")
     block, policy, executions = EXACT[case]
     found = traced_step(stack(policy="full", block=block), stack_inputs(), policy)
     assert not caplog.records, "no warning: regions are marked for this tracer"

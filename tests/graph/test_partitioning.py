@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac import FastacError, PolicyNotAppliedError, graph
+from fastac import FastacError, graph
 from fastac.graph.partitioning import drop_dead_collectives
 from tests.graph.partitioned import (
     WORLD,
@@ -36,28 +36,21 @@ FUNCTIONAL = torch.ops._c10d_functional
 # Attention
 
 
-def test_attention_that_runs_again_is_refused() -> None:
-    """Without a budget torch's min-cut saves nothing, whatever the tags say."""
-    with (
-        torch._functorch.config.patch(activation_memory_budget=0),
-        pytest.raises(PolicyNotAppliedError, match="runs attention again in backward: _scaled_dot_product"),
-    ):
-        Partitioned(*small_stack(), graph.partitioner("attn_only"))
-
-
-def test_dropout_that_would_be_drawn_again_is_refused() -> None:
-    """torch's min-cut under a memory budget recomputes dropout with other numbers."""
-    with (
-        torch._functorch.config.patch(activation_memory_budget=0.3),
-        pytest.raises(FastacError, match=r"runs ops in backward again that draw .*: native_dropout"),
-    ):
-        Partitioned(*small_stack(dropout=0.2), graph.partitioner("attn_only"))
-
-
-def test_attention_that_cannot_be_saved_is_refused() -> None:
-    with pytest.raises(PolicyNotAppliedError, match="small ops"):
-        Partitioned(*small_stack(attend=written_out), graph.partitioner("attn_only"))
-    Partitioned(*small_stack(attend=written_out), graph.partitioner("full"))
+@pytest.mark.parametrize(
+    ("options", "budget", "error"),
+    [
+        ({}, 0.0, "runs attention again in backward: _scaled_dot_product"),
+        ({"dropout": 0.2}, 0.3, r"runs ops in backward again that draw .*: native_dropout"),
+        ({"attend": written_out}, 1.0, "small ops"),
+    ],
+    ids=["attention that runs again", "dropout that would be drawn again", "attention that cannot be saved"],
+)
+def test_what_is_refused(options: dict[str, Any], budget: float, error: str) -> None:
+    """Without a budget torch's min-cut saves nothing, whatever the tags say. With one it draws other numbers again."""
+    with torch._functorch.config.patch(activation_memory_budget=budget), pytest.raises(FastacError, match=error):
+        Partitioned(*small_stack(**options), graph.partitioner("attn_only"))
+    if "attend" in options:
+        Partitioned(*small_stack(**options), graph.partitioner("full"))
 
 
 def test_a_joint_graph_has_no_blocks() -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,25 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import fastac
 from tests import support
-from tests.backends.flash_on_cpu import substitute
 from tests.models.tiny import TINY
 from tests.support import CPU_ATTENTION, Tensors, assert_same, train_step
-
-
-class _Absent(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock()
-
-
-def absent(*names: str) -> None:
-    """Stand-ins for packages that are not installed and run in no training step: every attribute can be called."""
-    import diffusers  # noqa: F401 they look for some of these, and must not find them
-    import transformers  # noqa: F401
-
-    for name in names:
-        substitute(name).__class__ = _Absent
 
 
 class Training:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 import fastac
+from hunts.trainers.absent import absent
 from tests.backends import packages
-from tests.trainers.training import Training, absent
+from tests.trainers.training import Training
 
 packages.use("diffsynth")
 # Images, tables and texts are read with these, and weights fetched.

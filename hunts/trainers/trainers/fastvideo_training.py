@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from hunts.trainers.absent import absent
 from tests.backends import packages
 from tests.backends.flash_on_cpu import package
 from tests.models.tiny import TINY
 from tests.support import Tensors
-from tests.trainers.training import Training, absent
+from tests.trainers.training import Training
 
 packages.use("fastvideo_training")
 for _name in ("fastvideo", "fastvideo.training", "fastvideo.models", "fastvideo.models.dits"):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fastac
+from hunts.trainers.absent import absent
 from tests.backends import packages
-from tests.trainers.training import Training, absent
+from tests.trainers.training import Training
 
 packages.use("torchtitan")
 # The command line, a data loader, kernels for mixtures of experts.

@@ -5,6 +5,7 @@ The real Triton kernels, interpreted. Not run: warp specialization and the kerne
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,23 +27,15 @@ LAUNCHES = "attn_qat_train._attn_fwd"
 triton_on_cpu.count_launches(attn_qat_train, "_attn_fwd", LAUNCHES)
 
 
-SETTINGS = {
-    "use_qat_qkv_backward": True,
-    "smooth_k": True,
-    "warp_specialize": False,
-    "IS_QAT": True,
-    "two_level_quant_P": False,
-    "fake_quant_P": True,
-    "use_high_prec_o": True,
-    "smooth_q": False,
-    "use_global_sf_P": False,
-    "use_global_sf_QKV": True,
-}
+ON = ("use_qat_qkv_backward", "smooth_k", "IS_QAT", "fake_quant_P", "use_high_prec_o", "use_global_sf_QKV")
+OFF = ("warp_specialize", "two_level_quant_P", "smooth_q", "use_global_sf_P")
 
 
 @contiguous
 def attend(*args: Any) -> Any:
-    return attn_qat_train.attention(*args[:3], False, args[0].shape[-1] ** -0.5, *SETTINGS.values())
+    names = list(inspect.signature(attn_qat_train._attention.forward).parameters)
+    settings = [name in ON for name in names if name in ON + OFF]
+    return attn_qat_train.attention(*args[:3], False, args[0].shape[-1] ** -0.5, *settings)
 
 
 class TestAttnQat(Parity):

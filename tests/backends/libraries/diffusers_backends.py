@@ -18,9 +18,9 @@ import torch
 import fastac
 from fastac.backends.diffusers import BACKENDS
 from fastac.backends.verdicts import Verdict
+from fastac.registry import find_op
 from tests import support
 from tests.backends import flash_4_on_cpu, flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
-from tests.backends.parity import op_of
 from tests.support import assert_model, train_step
 
 packages.use("diffusers_backends")
@@ -32,7 +32,6 @@ from diffusers.models import attention_dispatch as dispatch
 
 HUB = "_flash_attn2_588b404"
 FLASH_4 = "flash_attn4_f1a5"  # as `kernels` names what it downloads
-FLASH_3 = "_diffusers_flash_attn_3::_flash_attn_forward"
 
 KERNELS = {
     "native": support.CPU_ATTENTION,
@@ -82,15 +81,11 @@ def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, name, lambda *args: True)
 
 
-def wan(backend: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    model, inputs = support.build(WanTransformer3DModel.__name__)
-    model.set_attention_backend(backend)
-    return model, inputs
-
-
 @pytest.mark.parametrize("backend", KERNELS)
 def test_wan(backend: str, attention_executions: Counter[str]) -> None:
-    assert_model(*wan(backend), attention_executions)
+    model, inputs = support.build(WanTransformer3DModel.__name__)
+    model.set_attention_backend(backend)
+    assert_model(model, inputs, attention_executions)
     assert attention_executions == {KERNELS[backend]: ATTENTIONS}
 
 
@@ -98,7 +93,9 @@ def test_flash_3_does_not_train() -> None:
     """Its op has no autograd formula."""
     tensors = {name: torch.randn(1, 8, 2, 8, requires_grad=True) for name in "qkv"}
     with pytest.raises(fastac.UnsupportedBackendError, match="diffusers' wrapper of flash-attn 3"):
-        train_step(functools.partial(fastac.checkpoint, op_of(FLASH_3)), tensors)
+        train_step(
+            functools.partial(fastac.checkpoint, find_op("_diffusers_flash_attn_3::_flash_attn_forward")), tensors
+        )
 
 
 def test_each_that_can_be_saved_is_run_or_needs_what_is_not_here() -> None:

@@ -48,18 +48,8 @@ OWN_PAIRS, PAIRS = (
 )
 
 
-@swapped
-def of_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    return no_pad.flash_attn_no_pad_compilable(torch.stack([query, key, value], dim=2), QUERY_MASK)
-
-
-@swapped
-def of_both(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    return no_pad.flash_attn_varlen_qk_no_pad_compilable(query, key, value, QUERY_MASK, KEY_MASK)
-
-
-def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    return cute.flash_attn_varlen_func(query, key, value, *LENGTHS.values())
+of_qkv = swapped(lambda q, k, v, _: no_pad.flash_attn_no_pad_compilable(torch.stack([q, k, v], dim=2), QUERY_MASK))
+of_both = swapped(lambda q, k, v, _: no_pad.flash_attn_varlen_qk_no_pad_compilable(q, k, v, QUERY_MASK, KEY_MASK))
 
 
 def _flash_attn_cute_fp4_forward(*tensors: torch.Tensor) -> Any:
@@ -99,7 +89,7 @@ class TestFastVideo(Parity):
         ),
         Case(
             "fastvideo::_flash_attn_cute_varlen_forward",
-            packed,
+            lambda q, k, v, _: cute.flash_attn_varlen_func(q, k, v, *LENGTHS.values()),
             kernel=flash_4_on_cpu.KERNEL,
             packed=True,
             counts_backward=False,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fastac.backends import flash_attn_3
+from fastac.registry import find_op
 from tests.backends import flash_on_cpu, packages
-from tests.backends.parity import LENGTHS, Case, Parity, op_of, swapped
+from tests.backends.parity import LENGTHS, Case, Parity, swapped
 
 packages.use("flash_attn_3")
 flash_on_cpu.flash_attn_3()
@@ -61,7 +62,7 @@ def define_later_generation(namespace: str, arguments: str = LATER_ARGUMENTS) ->
     written = ("dq", "dk", "dv")
     backward_name, backward_schema = f"{namespace}::_flash_attn_backward", f"({LATER_BACKWARD_ARGUMENTS}) -> Tensor"
     backward_op = torch.library.custom_op(backward_name, backward, mutates_args=written, schema=backward_schema)
-    defaults = {argument.name: argument.default_value for argument in op_of(name)._schema.arguments}
+    defaults = {argument.name: argument.default_value for argument in find_op(name)._schema.arguments}
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -92,19 +93,13 @@ later = {
 
 
 def later_cases(namespace: str) -> list[Case]:
+    attend = later[namespace]
     case = functools.partial(
-        Case,
-        f"{namespace}::_flash_attn_forward",
-        kernel=f"{FIRST if namespace == JULY else namespace}::fwd",
+        Case, f"{namespace}::_flash_attn_forward", kernel=f"{FIRST if namespace == JULY else namespace}::fwd"
     )
     return [
-        case(
-            swapped(lambda q, k, v, p: later[namespace](q, k, v)),
-            way=f"{namespace}, grouped",
-            heads=6,
-            kv_heads=2,
-        ),
-        case(lambda q, k, v, p: later[namespace](q, k, v, **LENGTHS), way=f"{namespace}, packed", packed=True),
+        case(swapped(lambda q, k, v, p: attend(q, k, v)), way=f"{namespace}, grouped", heads=6, kv_heads=2),
+        case(lambda q, k, v, p: attend(q, k, v, **LENGTHS), way=f"{namespace}, packed", packed=True),
     ]
 
 

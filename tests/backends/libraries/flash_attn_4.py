@@ -27,10 +27,7 @@ from fastvideo_kernel import block_sparse_attn_256
 from fastac.backends import fastvideo, flash_attn_4
 from tests.backends.parity import KEY_LENGTHS, LENGTHS, Case, Parity, swapped
 
-
-@swapped
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    return interface.flash_attn_func(query, key, value)[0]
+dense = swapped(lambda q, k, v, _: interface.flash_attn_func(q, k, v)[0])
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, of: int) -> Any:

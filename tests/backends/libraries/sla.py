@@ -18,9 +18,8 @@ packages.use("sla")
 
 from tests.backends import flash_on_cpu, triton_on_cpu
 
-_folder = packages.place("fastvideo")
 for _name in ("fastvideo", "fastvideo.attention", "fastvideo.attention.backends"):
-    flash_on_cpu.substitute(_name).__path__ = [str(_folder.joinpath(*_name.split(".")))]
+    flash_on_cpu.package(_name)
 flash_on_cpu.substitute("fastvideo.logger").init_logger = logging.getLogger  # type: ignore[attr-defined]
 
 from fastvideo.attention.backends import sla
@@ -49,11 +48,7 @@ LAYER = sla.SLAAttentionImpl(HEADS, DIM, topk_ratio=TOP / BLOCKS, BLKQ=BLOCK)
 LAYER.proj_l.bfloat16()  # it calls its projection, in float32, under CUDA's autocast, which means nothing here
 
 
-@swapped
-def layer_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    return LAYER(query, key, value, SimpleNamespace())
-
-
+layer_call = swapped(lambda q, k, v, _: LAYER(q, k, v, SimpleNamespace()))
 case = functools.partial(
     sparse_case, "", function=kernels._attention, kernel=LAUNCHES, pairs=12 * BLOCK**2, counts_backward=False
 )

@@ -11,7 +11,7 @@ import torch
 
 from fastac.backends import xformers as catalogue
 from tests.backends import packages, xformers_on_cpu
-from tests.backends.parity import DIM, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity
+from tests.backends.parity import DIM, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, SWAPPED, Case, Parity
 
 packages.use("xformers")
 ops = xformers_on_cpu.xformers()
@@ -26,29 +26,16 @@ def _on_cpu() -> Iterator[None]:
         yield
 
 
-def dense(kernel: Any = None, bias: Any = None) -> Callable[..., torch.Tensor]:
-    """kernel: the module of one; otherwise that which the dispatcher finds."""
+def attention(kernel: Any, bias: Any = None) -> Callable[..., torch.Tensor]:
+    """kernel: the module of one. bias: where sequences are packed, that between them."""
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
-        tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-        op = (kernel.FwOp, kernel.BwOp) if kernel is not None else None
-        return ops.memory_efficient_attention(*tensors, attn_bias=bias, p=dropout_p, op=op).transpose(1, 2)
-
-    return call
-
-
-def packed(kernel: Any, queries: tuple[int, ...]) -> Callable[..., torch.Tensor]:
-    mask = BlockDiagonalMask.from_seqlens(list(queries), list(KEY_LENGTHS))
-
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
-        tensors = (query[None], key[None], value[None])
+        tensors = [one.transpose(1, 2) if bias is None else one[None] for one in (query, key, value)]
         op = kernel.FwOp, kernel.BwOp
-        return ops.memory_efficient_attention(*tensors, attn_bias=mask, p=dropout_p, op=op)[0]
+        output: torch.Tensor = ops.memory_efficient_attention(*tensors, attn_bias=bias, p=dropout_p, op=op)
+        return output.transpose(1, 2) if bias is None else output[0]
 
     return call
-
-
-SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
 
 
 def variants(
@@ -62,11 +49,12 @@ def variants(
     lengths: tuple[int, ...] = QUERY_LENGTHS,
 ) -> list[Case]:
     case = functools.partial(Case, op, kernel=counted_as, drops=drops, dim=dim)
+    between = BlockDiagonalMask.from_seqlens(list(lengths), list(KEY_LENGTHS))
     # ck does not get the longest sequence of keys: keys of all sequences count.
     seen = (sum(KEY_LENGTHS),) if kernel is ck else ()
     return [
-        case(dense(kernel), queries=queries, without_flops=SWAPPED if kernel is cutlass else ""),
-        case(packed(kernel, lengths), "packed", packed=True, query_lengths=lengths, seen=seen),
+        case(attention(kernel), queries=queries, without_flops=SWAPPED if kernel is cutlass else ""),
+        case(attention(kernel, between), "packed", packed=True, query_lengths=lengths, seen=seen),
     ]
 
 
