@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,7 +24,7 @@ from fastac.engine.releases import WHOLE_PRODUCT
 from tests import support
 from tests.marks import quick
 from tests.planning import planned
-from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, stack_inputs, tiny
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, stack_inputs, tiny
 from tests.support import AttentionBlock, AttentionStack, stack
 
 NONE, FULL, ALL_LINEAR = Policy("none"), Policy("full"), Policy(linear=("*",))
@@ -152,13 +152,12 @@ def planned_stack(items: tuple[tuple[str, Any], ...]) -> tuple[fastac.Plan, Any,
         return fastac.plan(model, inputs, blocks="blocks"), model, inputs
 
 
-@pytest.mark.parametrize("name", quick(STACKS, "called twice", "frozen"))
+@pytest.mark.parametrize("name", quick(STACKS, "alike"))
 def test_random_stacks(name: str) -> None:
     fixed, ran = STACKS[name]
     drawn = {key: st.just(fixed[key]) if fixed else st.sampled_from(values) for key, values in OPTIONS.items()}
 
-    # What fails is small: to look for what is smaller would take minutes.
-    @settings(max_examples=4, derandomize=True, deadline=None, database=None, phases=(Phase.generate,))
+    @settings(max_examples=2 if fixed else 4, derandomize=True, deadline=None, database=None)
     @given(st.fixed_dictionaries(drawn), st.lists(POLICIES, min_size=1, max_size=3))
     def check(stack: dict[str, Any], policies: Sequence[Policy]) -> None:
         if stack["between"] == "all are added":  # what is used outside of its block does not leave
@@ -179,6 +178,7 @@ def test_random_stacks(name: str) -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     WAN: {"dtype": torch.bfloat16, "lora": 4, "num_layers": 3},
+    LTX: {},
     COGVIDEOX: {},  # video and text joined
     HUNYUAN_VIDEO: {"num_layers": 6, "num_single_layers": 6},  # two lists of blocks, and a mask whose values count
     "LTX2VideoTransformer3DModel": {},  # video and sound
@@ -212,9 +212,11 @@ def test_models_of_the_catalogue(name: str) -> None:
 def test_flops_and_copies_by_hand() -> None:
     """Of a stack whose attention is 4 products of 24 x 24 tokens, and of 24 x 6, each of width 16.
 
-    The input of a block is copied while the next one runs forward. Small storages stay.
+    The input of a block is copied while a later one runs forward, and back in the step of the next one, which replays
+    saved attention and not the last product. Small storages stay.
     """
-    model, inputs = stack(layers=4), stack_inputs()
+    model, inputs = stack(layers=4), support.stack_inputs()
+    model.blocks[3].ffn = torch.nn.Sequential(torch.nn.Linear(16, 400), torch.nn.Linear(400, 16))
     with planned.exact():
         plan = fastac.plan(model, inputs, blocks="blocks")
         full, attention = plan.policies[1], plan.policies[3]
@@ -222,10 +224,15 @@ def test_flops_and_copies_by_hand() -> None:
         assert full.flops - attention.flops == 4 * 24 * (24 + 6) * 16 * 4
         assert plan.policies[2].flops == full.flops, "no attention is long"
         with FlopCounterMode(display=False) as forward:
-            model(**inputs)
-        size = inputs["video"].nbytes
+            model.blocks[2](**inputs)
+        size, both = inputs["video"].nbytes, planned.counted_flops(model.blocks[2], inputs)
         one = planned.row_of(plan, Policy("full", offload=True, keep=1))
-        assert (one.host_bytes, one.bytes_per_flop) == (2 * size, size / (forward.get_total_flops() / 4))
+        assert (one.host_bytes, one.bytes_per_flop) == (2 * size, size / forward.get_total_flops())
+        saving = planned.row_of(plan, Policy(offload="inputs", keep=2))
+        assert (saving.host_bytes, saving.bytes_per_flop) == (
+            size,
+            size / (both - 4 * 24 * (24 + 6) * 16 - 2 * 24 * 32 * 16),
+        )
     assert planned.row_of(plan, Policy("full", offload=True)).host_bytes == 0
 
 

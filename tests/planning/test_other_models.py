@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel, UNetMotionModel
+from diffusers import UNet2DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fastac
+from tests.marks import quick
 from tests.planning import planned
 
 Model = tuple[torch.nn.Module, dict[str, Any]]
@@ -43,41 +45,41 @@ def mixtral(tokens: int) -> Model:
     return model, {"input_ids": torch.randint(0, 64, (2, tokens))}
 
 
-SMALL: dict[str, Any] = {"block_out_channels": (32,), "layers_per_block": 1, "cross_attention_dim": 16}
+def unet(cls: Any, kind: str, sizes: tuple[int, ...], text: tuple[int, ...], *more: str, **options: Any) -> Model:
+    """more: inputs of three numbers."""
+    blocks = {"down_block_types": (f"CrossAttnDownBlock{kind}",), "up_block_types": (f"CrossAttnUpBlock{kind}",)}
+    model = cls(block_out_channels=(32,), layers_per_block=1, cross_attention_dim=16, **blocks, **options)
+    inputs = {"sample": torch.randn(1, *sizes), "encoder_hidden_states": torch.randn(*text, 16)}
+    return model, {**inputs, "timestep": torch.tensor([3]), **{name: torch.randn(1, 3) for name in more}}
 
 
-def unet(size: int) -> Model:
-    """Stable Diffusion's."""
-    model = UNet2DConditionModel(
-        **SMALL,
-        attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("CrossAttnUpBlock2D",),
-    )
-    return model, {**latents(1, 4, size, size), "encoder_hidden_states": torch.randn(1, 7, 16)}
+UNETS: dict[str, Callable[[], Model]] = {
+    "Stable Diffusion": partial(unet, UNet2DConditionModel, "2D", (4, 8, 8), (1, 7), attention_head_dim=8),
+    "AnimateDiff": partial(unet, UNetMotionModel, "Motion", (4, 2, 8, 8), (2, 7), num_attention_heads=2),
+    "Stable Video Diffusion": partial(
+        unet,
+        UNetSpatioTemporalConditionModel,
+        "SpatioTemporal",
+        (2, 8, 8, 8),
+        (1, 1),
+        "added_time_ids",
+        num_attention_heads=(2,),
+        addition_time_embed_dim=16,
+        projection_class_embeddings_input_dim=48,
+    ),
+}
+CASES = {
+    "llama": partial(llama, 512),
+    "masked llama": partial(masked_llama, 64),
+    "mixtral": partial(mixtral, 64),
+    **UNETS,
+}
 
 
-def animate_diff(size: int) -> Model:
-    model = UNetMotionModel(
-        **SMALL,
-        num_attention_heads=2,
-        down_block_types=("CrossAttnDownBlockMotion",),
-        up_block_types=("CrossAttnUpBlockMotion",),
-    )
-    return model, {**latents(1, 4, 2, size, size), "encoder_hidden_states": torch.randn(2, 7, 16)}
-
-
-def latents(*shape: int) -> dict[str, Any]:
-    return {"sample": torch.randn(*shape), "timestep": torch.tensor([3])}
-
-
-CASES = [(llama, 512), (masked_llama, 64), (mixtral, 64), (unet, 8), (animate_diff, 8)]
-
-
-@pytest.mark.parametrize(("make", "length"), CASES)
-def test_prediction_is_measurement(make: Callable[[int], Model], length: int) -> None:
+@pytest.mark.parametrize("name", quick(CASES, "llama", "masked llama", "mixtral", "Stable Diffusion"))
+def test_prediction_is_measurement(name: str) -> None:
     """Held bytes and peak are those of the tensors that operators return."""
-    model, inputs = make(length)
+    model, inputs = CASES[name]()
     with planned.exact() as device:
         plan = fastac.plan(model, inputs)
         for row in (plan.policies[0], plan.policies[3]):
@@ -88,10 +90,10 @@ def test_prediction_is_measurement(make: Callable[[int], Model], length: int) ->
             assert row.peak_bytes - plan.states.total == pytest.approx(peak, rel=0.02), row.policy
 
 
-@pytest.mark.parametrize("make", [unet, animate_diff])
-def test_what_is_within_can_be_enabled(make: Callable[[int], Model]) -> None:
+@pytest.mark.parametrize("name", quick(UNETS, "Stable Diffusion"))
+def test_what_is_within_can_be_enabled(name: str) -> None:
     """A UNet checkpoints modules beside those in its lists: a plan names them, and `enable` knows the names."""
-    model, inputs = make(8)
+    model, inputs = UNETS[name]()
     plan = fastac.plan(model, inputs, checkpointed=3)
     assert plan.policies[-1].recomputed_flops > 0  # of the first three that it calls
     saved = plan.policies[3].saved_bytes

@@ -15,6 +15,7 @@ import torch
 import fastac
 from fastac import FastacError, Policy
 from fastac.errors import readable_bytes
+from fastac.planning import knapsack
 from fastac.planning.plans import parse_bytes
 from tests.marks import quick, soak
 from tests.planning import planned
@@ -64,10 +65,15 @@ def test_no_other_choice_saves_more(is_wide: bool) -> None:
         assert is_wide or all(last.saves(keys) for keys in (6, 24) if first.saves(keys))
 
 
-def test_bytes_of_a_policy_are_used_no_worse() -> None:
-    """With them, or some more, no more is run again, and no more is saved; with more bytes less is."""
-    plan = plan_of(HUNYUAN_VIDEO)
-    for policy in ("attn_only", "long_attn_only", Policy(min_kv=13), LINEAR):
+@pytest.mark.parametrize("points", [knapsack.POINTS, 1])
+def test_bytes_of_a_policy_are_used_no_worse(points: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, or some more, no more is run again, and no more is saved; with more bytes less is.
+
+    points: of the longest list of sums that is not thinned. If it is, that holds for the policies that have names.
+    """
+    monkeypatch.setattr(knapsack, "Sums", functools.partial(knapsack.Sums, points=points))
+    plan, is_exact = fastac.plan(stack(layers=4), stack_inputs(1100), blocks="blocks"), points > 1
+    for policy in ("attn_only", "long_attn_only", *[Policy(min_kv=13), LINEAR] * is_exact):
         fixed = planned.row_of(plan, policy)
         for limit in (fixed.saved_bytes, fixed.saved_bytes + 1, fixed.saved_bytes * 9 // 8):
             found = planned.row_of(plan, plan.within(limit))
@@ -76,7 +82,8 @@ def test_bytes_of_a_policy_are_used_no_worse() -> None:
     everything = planned.row_of(plan, LINEAR)
     rows = [planned.row_of(plan, plan.within(everything.saved_bytes * share // 7)) for share in range(8)]
     again = [row.recomputed_flops for row in rows]
-    assert again == sorted(again, reverse=True)
+    assert all(row.saved_bytes <= everything.saved_bytes * share // 7 for share, row in enumerate(rows))
+    assert not is_exact or again == sorted(again, reverse=True)
     assert again[-1] == everything.recomputed_flops < again[0]
 
 
