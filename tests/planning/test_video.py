@@ -178,8 +178,11 @@ def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatc
 
 def test_a_budget_counts_collectives_first(plans: Plans) -> None:
     """Where they are more than the budget they are issued again."""
-    parallel = ("--gpus", "2", "--context-parallel", "2")
-    saved = plans(33, *parallel)["rows"]["attn_only"]["saved_bytes"]
+    parallel = ("--gpus", "2", "--context-parallel", "2", "--lora", "1", "--optimizer", "adamw8bit")
+    first = plans(33, *parallel)
+    assert first["inputs"].endswith("LoRA of rank 1, adamw8bit, 2 GPUs (FSDP2), context parallel over 2")
+    assert 2 * first["states"]["optimizer"] < 3 * first["gradients"] < first["states"]["weights"]
+    saved = first["rows"]["attn_only"]["saved_bytes"]
     for limit, collectives in ((saved, "save"), (saved * 9 // 10, "save"), (20_000, "recompute")):
         found = plans(33, *parallel, "--budget", f"{limit}B")
         policies = [one for one in found["blocks"].values() if one["name"] not in ("full", "none")]
