@@ -45,14 +45,19 @@ def test_states_are_those_of_the_optimizer(name: str, cls: Any) -> None:
 def test_states_by_hand() -> None:
     """Of 8-bit AdamW, which needs a GPU: two states, and a scale for 256 numbers of each.
 
-    Of FSDP2: two of the largest blocks, and one whole gradient if it is trained.
+    Of FSDP2: two of the largest blocks, and one whole gradient if it is trained. It shards no buffers.
     """
     inputs, blocks = {"input": torch.randn(1, 16)}, ["0", "1"]
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 2))
+    model.register_buffer("table", torch.ones(10))
     weights = 16 * 16 + 16 * 2 + 2
     one = fastac.plan(model, inputs, blocks=blocks, optimizer="adamw8bit")
     assert one.states.optimizer == int(2 * weights + 2 * 4 / 256 * weights)
-    assert fastac.plan(model, inputs, blocks=blocks, gpus=2).states.gathered == 3 * 16 * 16 * 4
+    two = fastac.plan(model, inputs, blocks=blocks, gpus=2)
+    assert (two.states.weights, two.states.optimizer, two.gradients) == (2 * weights + 40, 4 * weights, 2 * weights)
+    assert two.states.gathered == 3 * 16 * 16 * 4
+    steps = [plan.policies[1].peak_bytes - plan.states.total for plan in (one, two)]
+    assert 0 < steps[0] - steps[1] <= one.gradients - two.gradients
     model[0].requires_grad_(False)
     assert fastac.plan(model, inputs, blocks=blocks, gpus=2).states.gathered == 2 * 16 * 16 * 4
 
