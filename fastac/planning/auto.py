@@ -483,7 +483,7 @@ class Planner:
                 self._seen[key] = max(seen, self._seen.get(key, seen))
             if not measurement.is_second:
                 return
-            if self.auto.tflops is None:
+            if self.auto.tflops is None and measurement.choice.forward_flops:
                 speed = measurement.choice.forward_flops / _seconds(measurement.began, measurement.ended)
             if now is not None:
                 memory = means.limit - self._others(forward, self._sizes, now)

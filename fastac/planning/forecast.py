@@ -195,7 +195,7 @@ class Forecast:
             peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
             flops=flops,
-            relative=flops / self.full.flops.total(),
+            relative=flops / self.full.flops.total() if flops else 1.0,
             bytes_per_flop=step.bytes_per_flop(policies),
         )
 

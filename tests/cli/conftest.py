@@ -70,9 +70,8 @@ def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def say(size: int) -> None:
         def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
-            if str(path).startswith("/sys/fs/cgroup"):
-                raise FileNotFoundError(path)
-            return f"MemAvailable: {size // 1024} kB\n" if str(path) == "/proc/meminfo" else read(path, *args, **kwargs)
+            is_memory = str(path).startswith(("/proc/meminfo", "/sys/fs/cgroup"))
+            return f"MemAvailable: {size // 1024} kB\n" if is_memory else read(path, *args, **kwargs)
 
         monkeypatch.setattr(Path, "read_text", read_text)
 

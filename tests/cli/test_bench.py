@@ -19,7 +19,7 @@ from fastac.cli import measuring
 from fastac.errors import readable_bytes
 from tests.cli.conftest import Command, configuration
 from tests.engine.simulated import simulated
-from tests.planning.planned import is_planned
+from tests.planning.planned import WAN, is_planned, tiny
 from tests.support import cells_of
 
 NAMES = ["none", "full", "attn_only", "long_attn_only", "planned", "auto", "torch SAC, by name"]
@@ -193,6 +193,15 @@ def test_kernels_that_are_not_deterministic_are_reported(
     assert found["noise"] > 0.5
 
 
+def test_what_a_gpu_alone_shows() -> None:
+    """Copies that it waited for are said, and only with `--offload` may "auto" take memory of the host."""
+    row = measuring.Measurement("attn_only, offload", host_bytes=2048, copies=4, waited_bytes=(1024,), seconds=(1.0,))
+    found = measuring.Measurements("", "cuda", 1, 0, None, "none", 0.0, (row,))
+    assert "attn_only, offload: 2.0 KiB on the host, 1 of 4 copies waited for (1.0 KiB)" in str(found)
+    workload = measuring.Workload(*tiny(WAN))
+    assert [measuring.Ways(workload, offload=one).planner.auto.host for one in (False, True)] == [0, None]
+
+
 def test_ways_take_turns() -> None:
     """In every round each way once, in several orders; the time of a switch is nobody's. Compared within a round."""
     seconds = {"full": [1.0, 10.0, 4.0], "attn_only": [2.0, 3.0, 4.0]}
@@ -215,15 +224,6 @@ def test_ways_take_turns() -> None:
     assert len(set(rounds)) > 2
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-
-
-def test_bytes_are_those_of_the_allocator() -> None:
-    def run() -> torch.Tensor:
-        torch.empty(1_000_000)
-        return torch.empty(1000)
-
-    assert measuring.allocated_bytes(run) == (4000, 4_000_000)
-    assert measuring.allocated_bytes(run, lambda result: torch.empty(2_000_000)) == (4000, 8_004_000)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests import support
 from tests.live_bytes import LiveBytes
 from tests.planning import planned
 from tests.planning.planned import WAN, stack_inputs, tiny
-from tests.support import AttentionStack, stack
+from tests.support import stack
 
 LAYERS = 4
 UNUSED = 0.06
@@ -30,15 +31,19 @@ UNUSED = 0.06
 
 
 class Device:
-    """A device whose allocator counts: what models hold when it is made, and what ops return while it is on."""
+    """A device whose allocator counts: what a model holds when it is made, and what ops return while it is on."""
 
-    def __init__(self, *models: torch.nn.Module, usable: int) -> None:
-        outside = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    def __init__(self, model: torch.nn.Module, usable: int, attention: int) -> None:
+        outside = [*model.parameters(), *model.buffers()]
         self.weights = sum(tensor.nbytes for tensor in outside)
         self.meter = LiveBytes(outside)
         self.usable = usable
+        # Bytes that the outputs of all attention add to the peak of full checkpointing.
+        self.attention = attention
         # Workspaces, which no plan knows.
         self.workspace = 0
+        # Blocks that were simulated.
+        self.simulated: set[int] = set()
 
     def memory(self, device: torch.device) -> DeviceMemory:
         now, peak = (self.weights + size for size in (self.meter.now, self.meter.peak))
@@ -46,33 +51,32 @@ class Device:
 
 
 @contextlib.contextmanager
-def on(device: Device) -> Iterator[Device]:
-    """Its clock says that a forward takes a second."""
+def enabled(model: Any, inputs: Mapping[str, Any], share: float, **options: Any) -> Iterator[Device]:
+    """A stack under "auto" on a device with the memory of full checkpointing and this share of all attention.
+
+    Its clock says that a forward takes a second.
+    """
+    options = {"host": 0, "optimizer": "sgd", **options}
+    expected = options["optimizer"] if options["optimizer"] == "sgd" else "adamw"
     clock = itertools.count()
+
+    def note(block: torch.nn.Module, args: Any) -> None:
+        if planned.is_planned(args[0]):
+            device.simulated.add(id(block))
+
     with pytest.MonkeyPatch.context() as patch, planned.exact():
+        plan = fastac.plan(model, inputs, blocks="blocks", optimizer=expected)
+        full, attention = (plan.policies[number].peak_bytes for number in (1, 3))
+        usable = math.ceil((full + share * (attention - full)) / (1 - UNUSED))
+        device = Device(model, usable, attention - full)
+        model.blocks[0].register_forward_pre_hook(note)
         patch.setattr(auto, "memory_of", device.memory)
         patch.setattr(auto, "_now", lambda _: float(next(clock)))
         patch.setattr(torch.accelerator, "is_available", lambda: True)
+        fastac.enable(model, Auto(**options), blocks="blocks")
         gc.collect()
         with device.meter:
             yield device
-
-
-class Counted(AttentionStack):
-    """A stack that counts copies of it that are simulated."""
-
-    copies: set[int] = set()  # noqa: RUF012 the copies have it too
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        if planned.is_planned(video):
-            Counted.copies.add(id(self))
-        return super().forward(video, text)
-
-
-def counted_stack() -> Any:
-    Counted.copies.clear()
-    torch.manual_seed(0)
-    return Counted(layers=LAYERS)
 
 
 def run(model: Any, inputs: Mapping[str, Any]) -> None:
@@ -96,35 +100,11 @@ def has_attn_only(model: Any) -> bool:
     return all((row.recomputed, row.linear_saved) == (0, 0) < (row.saved,) for row in fastac.report(model).rows)
 
 
-def peaks_of(model: Any, inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Peaks of a step of a stack: of full checkpointing, and with all attention saved."""
-    with planned.exact():
-        plan = fastac.plan(model, inputs, blocks="blocks")
-    full, attention = (plan.policies[number].peak_bytes - plan.states.total for number in (1, 3))
-    return full, attention
-
-
-def device_for(model: Any, room: int) -> Device:
-    """A device on which a step may take so many bytes, besides weights and reserve."""
-    device = Device(model, usable=0)
-    device.usable = math.ceil((device.weights + room) / (1 - UNUSED))
-    return device
-
-
-def enabled(model: Any, **options: Any) -> Any:
-    fastac.enable(model, Auto(**{"host": 0, "optimizer": "sgd", **options}), blocks="blocks")
-    return model
-
-
 def test_two_sizes_of_inputs_in_turns() -> None:
     """Each has a plan, from one simulation, also if there is validation in between, or gradients are there."""
     small, large = stack_inputs(64), stack_inputs(256)
-    model = counted_stack()
-    full, most = peaks_of(model, large)
-    device = device_for(model, (full + most) // 2)
-    Counted.copies.clear()
-    with on(device):
-        enabled(model)
+    model = stack(layers=LAYERS)
+    with enabled(model, large, 0.5) as device:
         chosen = []
         for inputs in (small, large, small, large, small):
             run(model, inputs)
@@ -137,7 +117,7 @@ def test_two_sizes_of_inputs_in_turns() -> None:
         assert chosen_for(model) != chosen[1]
         assert saved_by(model) > 0
         assert device.meter.peak + device.weights <= device.usable
-    assert len(Counted.copies) == 2
+    assert len(device.simulated) == 2
 
 
 def test_steps_are_exact() -> None:
@@ -162,14 +142,12 @@ def test_steps_are_exact() -> None:
 def test_memory_that_runs_out_is_a_tenth_less(caplog: pytest.LogCaptureFixture) -> None:
     """A trainer catches the error, and runs the step again."""
     caplog.set_level(logging.INFO, "fastac")
-    model, inputs = counted_stack(), stack_inputs(256)
-    _, most = peaks_of(model, inputs)
-    Counted.copies.clear()
-    with on(device_for(model, most)):
-        enabled(model)
+    model, inputs = stack(layers=LAYERS), stack_inputs(256)
+    with enabled(model, inputs, 1) as device:
         run(model, inputs)
         before = saved_by(model)
-        handle = model.blocks[2].register_forward_pre_hook(_run_out)
+        runs_out = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+        handle = model.blocks[2].register_forward_pre_hook(runs_out)
         with pytest.raises(torch.OutOfMemoryError):
             model(**inputs)
         handle.remove()
@@ -177,23 +155,16 @@ def test_memory_that_runs_out_is_a_tenth_less(caplog: pytest.LogCaptureFixture) 
         after = saved_by(model)
         run(model, inputs)
         assert before > after == saved_by(model)
-    assert len(Counted.copies) == 1
+    assert len(device.simulated) == 1
     assert [text for text in caplog.messages if "a tenth less" in text]
-
-
-def _run_out(*args: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("optimizer", [None, "given"])
 def test_an_optimizer_that_appears_late(optimizer: str | None) -> None:
     """Its states are not allocated before its first step. Until then there is room for them, if there are any."""
     model, inputs = stack(layers=LAYERS), stack_inputs(256)
-    full, most = peaks_of(model, inputs)
     adamw = torch.optim.AdamW(model.parameters(), foreach=False)
-    device = device_for(model, (full + most) // 2 + 2 * Device(model, usable=0).weights)
-    with on(device):
-        enabled(model, optimizer=adamw if optimizer else None)
+    with enabled(model, inputs, 0.5, optimizer=adamw if optimizer else None) as device:
         for _ in range(3):
             for _ in range(2):  # of gradient accumulation
                 planned.step(model, inputs)
@@ -207,21 +178,16 @@ def test_a_step_that_takes_more_is_planned_again_once(caplog: pytest.LogCaptureF
     """By the allocator's peak in the second step; and with the states of AdamW that never came."""
     caplog.set_level(logging.INFO, "fastac")
     model, inputs = stack(layers=LAYERS), stack_inputs(256)
-    full, most = peaks_of(model, inputs)
-    device = device_for(model, (full + most) // 2)
-    with on(device):
-        enabled(model)
+    with enabled(model, inputs, 0.5) as device:
         saved = []
-        device.workspace = (most - full) // 4
+        device.workspace = device.attention // 4
         for _ in range(4):
             run(model, inputs)
             saved.append(saved_by(model))
     assert saved[0] == saved[1] > saved[2] == saved[3]
     assert sum("plans again" in text for text in caplog.messages) == 1
     model = stack(layers=LAYERS)
-    device = device_for(model, full * 21 // 20 + 2 * device.weights)
-    with on(device):
-        enabled(model, optimizer="adamw")
+    with enabled(model, inputs, 0.1, optimizer="adamw") as device:
         optimizer = torch.optim.SGD(model.parameters(), foreach=False)
         saved = []
         for _ in range(4):
@@ -236,9 +202,7 @@ def test_a_step_that_takes_more_is_planned_again_once(caplog: pytest.LogCaptureF
 def test_nothing_fits() -> None:
     """Before the first block runs."""
     model, inputs = stack(layers=LAYERS), stack_inputs(256)
-    full, _ = peaks_of(model, inputs)
-    with on(device_for(model, full * 3 // 4)) as device:
-        enabled(model)
+    with enabled(model, inputs, -0.5) as device:
         held = device.meter.now
         with pytest.raises(FastacError, match=r"a step takes .* at least.* About \d\d% of the tokens would fit"):
             model(**inputs)
@@ -259,9 +223,8 @@ def test_a_model_that_cannot_be_planned_has_attn_only(caplog: pytest.LogCaptureF
     """A block asks for a value of its features."""
     caplog.set_level(logging.INFO, "fastac")
     model, inputs = stack(layers=2), stack_inputs(64)
-    model.blocks[1].register_forward_pre_hook(lambda _, args: print(end=str(args[0].sum().item() > 0)[:0]))
-    with on(Device(model, usable=10**9)):
-        enabled(model)
+    with enabled(model, inputs, 1):
+        model.blocks[1].register_forward_pre_hook(lambda _, args: print(end=str(args[0].sum().item() > 0)[:0]))
         run(model, inputs)
     assert has_attn_only(model)
     assert [text for text in caplog.messages if 'no plan, so policy "attn_only"' in text]
@@ -270,30 +233,38 @@ def test_a_model_that_cannot_be_planned_has_attn_only(caplog: pytest.LogCaptureF
 def test_inputs_that_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some plans they have that of the next larger ones, if there is one."""
     monkeypatch.setattr(auto, "SIGNATURES", 2)
-    model = counted_stack()
-    full, most = peaks_of(model, stack_inputs(200))
-    Counted.copies.clear()
-    with on(device_for(model, (full + most) // 2)):
-        enabled(model)
-        chosen = {}
+    model, chosen = stack(layers=LAYERS), {}
+    with enabled(model, stack_inputs(200), 0.5) as device:
         for tokens in (200, 100, 90, 150, 110, 80):
             run(model, stack_inputs(tokens))
             chosen[tokens] = chosen_for(model)
-    assert len(Counted.copies) == 2
+    assert len(device.simulated) == 2
     assert chosen[90] == chosen[80] == chosen[100] != chosen[200] == chosen[150] == chosen[110]
 
 
 def test_the_speed_of_the_device_is_measured() -> None:
     """Copies of a device that is slower than expected are hidden: then the second plan takes more to the host."""
     model, inputs = stack(layers=LAYERS), stack_inputs(256)
-    full, most = peaks_of(model, inputs)
-    with on(device_for(model, full + 1000)):
-        enabled(model, host=10 * most, gbps=1.0)
+    with enabled(model, inputs, 0.01, host="1GiB", gbps=1.0):
         on_host = []
         for _ in range(4):
             run(model, inputs)
             on_host.append(sum(row.offloaded.copies for row in fastac.report(model).rows if row.offloaded))
     assert on_host[0] == on_host[1] == 0 < on_host[2] == on_host[3]
+
+
+def test_a_model_without_flops() -> None:
+    """Whatever is recomputed, a step takes as long as another, and its device has no speed."""
+
+    class Norm(torch.nn.LayerNorm):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return super().forward(video)
+
+    model, inputs = stack(layers=2, block=lambda: Norm(16)), stack_inputs(64)
+    assert {row.relative for row in fastac.plan(model, inputs, blocks="blocks").policies} == {1.0}
+    with enabled(model, inputs, 1, host="1GiB", gbps=1.0):
+        for _ in range(4):
+            run(model, inputs)
 
 
 def test_compiled_blocks_save_no_linear_outputs() -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from diffusers import UNet2DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fastac
 from fastac import Policy
@@ -24,7 +27,7 @@ from fastac.engine.releases import WHOLE_PRODUCT
 from tests import support
 from tests.marks import quick
 from tests.planning import planned
-from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, stack_inputs, tiny
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, stack_inputs, tiny
 from tests.support import AttentionBlock, AttentionStack, stack
 
 NONE, FULL, ALL_LINEAR = Policy("none"), Policy("full"), Policy(linear=("*",))
@@ -152,13 +155,12 @@ def planned_stack(items: tuple[tuple[str, Any], ...]) -> tuple[fastac.Plan, Any,
         return fastac.plan(model, inputs, blocks="blocks"), model, inputs
 
 
-@pytest.mark.parametrize("name", quick(STACKS, "called twice", "frozen"))
+@pytest.mark.parametrize("name", quick(STACKS, "alike"))
 def test_random_stacks(name: str) -> None:
     fixed, ran = STACKS[name]
     drawn = {key: st.just(fixed[key]) if fixed else st.sampled_from(values) for key, values in OPTIONS.items()}
 
-    # What fails is small: to look for what is smaller would take minutes.
-    @settings(max_examples=4, derandomize=True, deadline=None, database=None, phases=(Phase.generate,))
+    @settings(max_examples=2 if fixed else 4, derandomize=True, deadline=None, database=None)
     @given(st.fixed_dictionaries(drawn), st.lists(POLICIES, min_size=1, max_size=3))
     def check(stack: dict[str, Any], policies: Sequence[Policy]) -> None:
         if stack["between"] == "all are added":  # what is used outside of its block does not leave
@@ -179,6 +181,7 @@ def test_random_stacks(name: str) -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     WAN: {"dtype": torch.bfloat16, "lora": 4, "num_layers": 3},
+    LTX: {},
     COGVIDEOX: {},  # video and text joined
     HUNYUAN_VIDEO: {"num_layers": 6, "num_single_layers": 6},  # two lists of blocks, and a mask whose values count
     "LTX2VideoTransformer3DModel": {},  # video and sound
@@ -212,9 +215,11 @@ def test_models_of_the_catalogue(name: str) -> None:
 def test_flops_and_copies_by_hand() -> None:
     """Of a stack whose attention is 4 products of 24 x 24 tokens, and of 24 x 6, each of width 16.
 
-    The input of a block is copied while the next one runs forward. Small storages stay.
+    The input of a block is copied while a later one runs forward, and back in the step of the next one, which replays
+    saved attention and not the last product. Small storages stay.
     """
-    model, inputs = stack(layers=4), stack_inputs()
+    model, inputs = stack(layers=4), support.stack_inputs()
+    model.blocks[3].ffn = torch.nn.Sequential(torch.nn.Linear(16, 400), torch.nn.Linear(400, 16))
     with planned.exact():
         plan = fastac.plan(model, inputs, blocks="blocks")
         full, attention = plan.policies[1], plan.policies[3]
@@ -222,10 +227,15 @@ def test_flops_and_copies_by_hand() -> None:
         assert full.flops - attention.flops == 4 * 24 * (24 + 6) * 16 * 4
         assert plan.policies[2].flops == full.flops, "no attention is long"
         with FlopCounterMode(display=False) as forward:
-            model(**inputs)
-        size = inputs["video"].nbytes
+            model.blocks[2](**inputs)
+        size, both = inputs["video"].nbytes, planned.counted_flops(model.blocks[2], inputs)
         one = planned.row_of(plan, Policy("full", offload=True, keep=1))
-        assert (one.host_bytes, one.bytes_per_flop) == (2 * size, size / (forward.get_total_flops() / 4))
+        assert (one.host_bytes, one.bytes_per_flop) == (2 * size, size / forward.get_total_flops())
+        saving = planned.row_of(plan, Policy(offload="inputs", keep=2))
+        assert (saving.host_bytes, saving.bytes_per_flop) == (
+            size,
+            size / (both - 4 * 24 * (24 + 6) * 16 - 2 * 24 * 32 * 16),
+        )
     assert planned.row_of(plan, Policy("full", offload=True)).host_bytes == 0
 
 
@@ -243,3 +253,98 @@ def test_a_product_that_is_changed_in_place_is_not_chosen() -> None:
     chosen = fastac.plan(model, inputs, blocks="blocks").within(10**9)
     assert all("changed" not in policy.linear and len(policy.linear) > 3 for policy in chosen.values())
     planned.step(planned.under(model, chosen, blocks="blocks"), inputs)
+
+
+# Models that are no video transformers of diffusers: causal LLMs of transformers, and UNets
+
+
+Model = tuple[torch.nn.Module, dict[str, Any]]
+
+LLM: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+def llama(tokens: int, *masks: str) -> Model:
+    """masks: in which nothing is left out. transformers reads the values, and skips the mask."""
+    inputs = dict.fromkeys(masks, torch.ones(2, tokens, dtype=torch.int64))
+    return LlamaForCausalLM(LlamaConfig(**LLM)), inputs | {"input_ids": torch.randint(0, 64, (2, tokens))}
+
+
+def mixtral(tokens: int) -> Model:
+    """In fp32, which the fake kernel of its grouped matmul refuses."""
+    model = MixtralForCausalLM(MixtralConfig(**LLM, num_local_experts=4))
+    return model, {"input_ids": torch.randint(0, 64, (2, tokens))}
+
+
+def unet(cls: Any, kind: str, sizes: tuple[int, ...], text: tuple[int, ...], *more: str, **options: Any) -> Model:
+    """more: inputs of three numbers."""
+    blocks = {"down_block_types": (f"CrossAttnDownBlock{kind}",), "up_block_types": (f"CrossAttnUpBlock{kind}",)}
+    model = cls(block_out_channels=(32,), layers_per_block=1, cross_attention_dim=16, **blocks, **options)
+    inputs = {"sample": torch.randn(1, *sizes), "encoder_hidden_states": torch.randn(*text, 16)}
+    return model, {**inputs, "timestep": torch.tensor([3]), **{name: torch.randn(1, 3) for name in more}}
+
+
+UNETS: dict[str, Callable[[], Model]] = {
+    "Stable Diffusion": partial(unet, UNet2DConditionModel, "2D", (4, 8, 8), (1, 7), attention_head_dim=8),
+    "AnimateDiff": partial(unet, UNetMotionModel, "Motion", (4, 2, 8, 8), (2, 7), num_attention_heads=2),
+    "Stable Video Diffusion": partial(
+        unet,
+        UNetSpatioTemporalConditionModel,
+        "SpatioTemporal",
+        (2, 8, 8, 8),
+        (1, 1),
+        "added_time_ids",
+        num_attention_heads=(2,),
+        addition_time_embed_dim=16,
+        projection_class_embeddings_input_dim=48,
+    ),
+}
+CASES = {
+    "llama": partial(llama, 512),
+    "masked llama": partial(llama, 64, "attention_mask"),
+    "mixtral": partial(mixtral, 64),
+    **UNETS,
+}
+
+
+@pytest.mark.parametrize("name", quick(CASES, "llama", "masked llama", "mixtral", "Stable Diffusion"))
+def test_prediction_is_measurement(name: str) -> None:
+    """Held bytes and peak are those of the tensors that operators return."""
+    model, inputs = CASES[name]()
+    with planned.exact() as device:
+        plan = fastac.plan(model, inputs)
+        for row in (plan.policies[0], plan.policies[3]):
+            trained = planned.under(model, row.policy)
+            planned.step(trained, inputs)
+            held, _, peak = planned.live(trained, inputs, device)
+            assert row.held_bytes == pytest.approx(held, rel=0.02), row.policy
+            assert row.peak_bytes - plan.states.total == pytest.approx(peak, rel=0.02), row.policy
+
+
+@pytest.mark.parametrize("name", quick(UNETS, "Stable Diffusion"))
+def test_what_is_within_can_be_enabled(name: str) -> None:
+    """A UNet checkpoints modules beside those in its lists: a plan names them, and `enable` knows the names."""
+    model, inputs = UNETS[name]()
+    plan = fastac.plan(model, inputs, checkpointed=3)
+    assert plan.policies[-1].recomputed_flops > 0  # of the first three that it calls
+    saved = plan.policies[3].saved_bytes
+    fastac.enable(model, plan.within(saved // 2))
+    planned.step(model, inputs)
+    assert 0 < sum(row.saved_bytes for row in fastac.report(model).rows) <= saved // 2
+
+
+def test_wrappers_around_blocks() -> None:
+    """fastac takes the place of torch's CheckpointWrapper, as accelerate's FSDP puts it there. So does the plan."""
+    model, inputs = tiny(WAN)
+    plain = fastac.plan(model, inputs).policies
+    apply_activation_checkpointing(model, check_fn=lambda module: module in {*model.blocks})
+    before = [block.checkpoint_fn for block in model.blocks]
+    assert fastac.plan(model, inputs).policies == plain
+    assert [block.checkpoint_fn for block in model.blocks] == before

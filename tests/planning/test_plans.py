@@ -45,14 +45,19 @@ def test_states_are_those_of_the_optimizer(name: str, cls: Any) -> None:
 def test_states_by_hand() -> None:
     """Of 8-bit AdamW, which needs a GPU: two states, and a scale for 256 numbers of each.
 
-    Of FSDP2: two of the largest blocks, and one whole gradient if it is trained.
+    Of FSDP2: two of the largest blocks, and one whole gradient if it is trained. It shards no buffers.
     """
     inputs, blocks = {"input": torch.randn(1, 16)}, ["0", "1"]
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 2))
+    model.register_buffer("table", torch.ones(10))
     weights = 16 * 16 + 16 * 2 + 2
     one = fastac.plan(model, inputs, blocks=blocks, optimizer="adamw8bit")
     assert one.states.optimizer == int(2 * weights + 2 * 4 / 256 * weights)
-    assert fastac.plan(model, inputs, blocks=blocks, gpus=2).states.gathered == 3 * 16 * 16 * 4
+    two = fastac.plan(model, inputs, blocks=blocks, gpus=2)
+    assert (two.states.weights, two.states.optimizer, two.gradients) == (2 * weights + 40, 4 * weights, 2 * weights)
+    assert two.states.gathered == 3 * 16 * 16 * 4
+    steps = [plan.policies[1].peak_bytes - plan.states.total for plan in (one, two)]
+    assert 0 < steps[0] - steps[1] <= one.gradients - two.gradients
     model[0].requires_grad_(False)
     assert fastac.plan(model, inputs, blocks=blocks, gpus=2).states.gathered == 2 * 16 * 16 * 4
 
@@ -104,17 +109,6 @@ def test_a_plan_leaves_a_model_as_it_is() -> None:
     assert all(torch.equal(inputs[key], given[key]) for key in given if isinstance(given[key], torch.Tensor))
 
 
-def test_a_plan_leaves_inputs_that_the_model_changes() -> None:
-    class Changes(AttentionStack):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return super().forward(video, text.add_(1))
-
-    inputs = stack_inputs()
-    before = inputs["text"].clone()
-    fastac.plan(Changes(), inputs, blocks="blocks")
-    assert torch.equal(inputs["text"], before)
-
-
 def test_a_model_without_weights() -> None:
     """On the device meta, inputs and all: the figures are the same."""
     model, inputs = tiny(COGVIDEOX)
@@ -122,6 +116,7 @@ def test_a_model_without_weights() -> None:
     shapes = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     found = fastac.plan(model.to("meta"), shapes)
     assert found == expected
+    assert found.subject == COGVIDEOX
     assert found.within("10KiB") == expected.within("10KiB")
 
 
@@ -134,12 +129,6 @@ def test_a_model_that_is_enabled() -> None:
         assert fastac.plan(model, inputs) == expected
         planned.step(model, inputs)
     assert fastac.report(model).rows
-
-
-def test_what_a_plan_says() -> None:
-    found = plan_of(WAN)
-    assert found.subject == WAN
-    assert found.inputs.startswith("hidden_states (1, 4, 2, 16, 16), timestep (1,)")
 
 
 def test_the_best_row_that_fits() -> None:
@@ -160,9 +149,7 @@ def test_a_class_that_checkpoints_by_itself() -> None:
     model.enable_gradient_checkpointing()
     with pytest.raises(FastacError, match="Name them: blocks="):
         fastac.plan(model, inputs)
-    expected = fastac.plan(diffuser(), inputs).policies
-    assert fastac.plan(model, inputs, blocks="blocks").policies == expected
-    assert expected[0].held_bytes > expected[3].held_bytes > expected[1].held_bytes
+    assert fastac.plan(model, inputs, blocks="blocks").policies == fastac.plan(diffuser(), inputs).policies
     assert model.gradient_checkpointing
 
 

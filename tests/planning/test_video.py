@@ -19,7 +19,6 @@ from fastac.planning.forecast import Forecast
 from fastac.planning.simulation import Split
 from fastac.planning.video import most_steps
 from tests.cli.conftest import Command, configuration
-from tests.marks import needs_diffusers
 from tests.planning import planned
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -120,40 +119,11 @@ def test_videos_that_are_refused(plans: Plans) -> None:
         (5, 2, 2, "with 2 context parallel ranks each rank has 8 video tokens"),
         (5, 0, 1, "1 does not divide 0 GPUs"),
         (5, 1, 2, "2 does not divide 1 GPUs"),
-        (5, 8, 3, "3 does not divide 8 GPUs"),
     ):
         assert message in plans(frames, "--gpus", str(gpus), "--context-parallel", str(ranks))["error"]
 
 
-def test_wan_14b_holds_less_than_full_checkpointing_and_runs_less_again(command: Command, tmp_path: Path) -> None:
-    """On 75,600 tokens, with 6 of its 40 blocks: attention waits on the host, with copies that PCIe 4 hides."""
-    path = configuration(tmp_path, "wan2.1-t2v-14b", num_layers=6)
-    video = ("--frames", "81", "--height", "720", "--width", "1280")
-    rows = json.loads(command("plan", path, *video, "--lora", "32", "--json").out)["policies"]
-    full, best = rows[1], rows[5]
-    assert best["policy"] == "long_attn_only, offload"
-    assert (best["held_bytes"] < full["held_bytes"], best["peak_bytes"] < full["peak_bytes"]) == (True, True)
-    assert best["relative"] < 0.84
-    assert best["bytes_per_flop"] * 400e12 < 6e9
-
-
 # Several GPUs
-
-
-@needs_diffusers("0.40")  # before, rotary embeddings are other buffers
-def test_gpus_share_states_and_gradients(plans: Plans) -> None:
-    one, four = (plans(5, "--gpus", str(gpus)) for gpus in (1, 4))
-    buffers = 2 * 24 * 12 * 4  # of rotary embeddings, which FSDP2 does not shard
-    states = one["states"], four["states"]
-    assert states[1]["weights"] - buffers == (states[0]["weights"] - buffers) // 4
-    assert states[1]["optimizer"] == states[0]["optimizer"] // 4 == 2 * four["gradients"]
-    assert four["gradients"] == one["gradients"] // 4
-    assert states[0]["gathered"] == 0 < states[1]["gathered"]
-    saved = sum(states[0].values()) - sum(states[1].values())
-    for mine, theirs in zip(one["policies"], four["policies"], strict=True):
-        assert (mine["held_bytes"], mine["flops"]) == (theirs["held_bytes"], theirs["flops"])
-        shared = mine["peak_bytes"] - theirs["peak_bytes"]
-        assert saved <= shared <= saved + one["gradients"] - four["gradients"]
 
 
 def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +148,11 @@ def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatc
 
 def test_a_budget_counts_collectives_first(plans: Plans) -> None:
     """Where they are more than the budget they are issued again."""
-    parallel = ("--gpus", "2", "--context-parallel", "2")
-    saved = plans(33, *parallel)["rows"]["attn_only"]["saved_bytes"]
+    parallel = ("--gpus", "2", "--context-parallel", "2", "--lora", "1", "--optimizer", "adamw8bit")
+    first = plans(33, *parallel)
+    assert first["inputs"].endswith("LoRA of rank 1, adamw8bit, 2 GPUs (FSDP2), context parallel over 2")
+    assert 2 * first["states"]["optimizer"] < 3 * first["gradients"] < first["states"]["weights"]
+    saved = first["rows"]["attn_only"]["saved_bytes"]
     for limit, collectives in ((saved, "save"), (saved * 9 // 10, "save"), (20_000, "recompute")):
         found = plans(33, *parallel, "--budget", f"{limit}B")
         policies = [one for one in found["blocks"].values() if one["name"] not in ("full", "none")]

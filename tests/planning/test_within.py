@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from random import Random
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import fastac
 from fastac import FastacError, Policy
 from fastac.errors import readable_bytes
+from fastac.planning import knapsack
 from fastac.planning.plans import parse_bytes
 from tests.marks import quick, soak
 from tests.planning import planned
@@ -64,10 +64,15 @@ def test_no_other_choice_saves_more(is_wide: bool) -> None:
         assert is_wide or all(last.saves(keys) for keys in (6, 24) if first.saves(keys))
 
 
-def test_bytes_of_a_policy_are_used_no_worse() -> None:
-    """With them, or some more, no more is run again, and no more is saved; with more bytes less is."""
-    plan = plan_of(HUNYUAN_VIDEO)
-    for policy in ("attn_only", "long_attn_only", Policy(min_kv=13), LINEAR):
+@pytest.mark.parametrize("points", [knapsack.POINTS, 1])
+def test_bytes_of_a_policy_are_used_no_worse(points: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, or some more, no more is run again, and no more is saved; with more bytes less is.
+
+    points: of the longest list of sums that is not thinned. If it is, that holds for the policies that have names.
+    """
+    monkeypatch.setattr(knapsack, "Sums", functools.partial(knapsack.Sums, points=points))
+    plan, is_exact = fastac.plan(stack(layers=4), stack_inputs(1100), blocks="blocks"), points > 1
+    for policy in ("attn_only", "long_attn_only", *[Policy(min_kv=13), LINEAR] * is_exact):
         fixed = planned.row_of(plan, policy)
         for limit in (fixed.saved_bytes, fixed.saved_bytes + 1, fixed.saved_bytes * 9 // 8):
             found = planned.row_of(plan, plan.within(limit))
@@ -76,24 +81,9 @@ def test_bytes_of_a_policy_are_used_no_worse() -> None:
     everything = planned.row_of(plan, LINEAR)
     rows = [planned.row_of(plan, plan.within(everything.saved_bytes * share // 7)) for share in range(8)]
     again = [row.recomputed_flops for row in rows]
-    assert again == sorted(again, reverse=True)
+    assert all(row.saved_bytes <= everything.saved_bytes * share // 7 for share, row in enumerate(rows))
+    assert not is_exact or again == sorted(again, reverse=True)
     assert again[-1] == everything.recomputed_flops < again[0]
-
-
-def test_what_is_within_holds_no_more() -> None:
-    """As it was planned, measured under `enable` with that mapping; gradients are those without checkpointing."""
-    model, inputs = tiny(WAN)
-    plan = plan_of(WAN)
-    saved = plan.policies[3].saved_bytes
-    least = planned.allocated(planned.under(model, "full"), inputs)
-    for limit in (saved // 2, 2 * saved):
-        chosen = plan.within(limit)
-        assert any(not policy.saves_nothing for policy in chosen.values())
-        mine = planned.under(model, chosen)
-        expected = planned.row_of(plan, chosen)
-        assert planned.allocated(mine, inputs) - least == expected.saved_bytes <= limit
-    assert sum(row.saved_bytes + row.linear_bytes for row in fastac.report(mine).rows) == expected.saved_bytes
-    assert str(fastac.verify(model, **inputs, policy=chosen))
 
 
 def test_within_takes_bytes_as_people_write_them() -> None:
@@ -157,15 +147,11 @@ def test_what_is_within_a_memory_fits(name: str, seed: int) -> None:
         for linear in (True, False):
             chosen = plan.within(memory=between, linear=linear)
             assert any(policy.linear for policy in chosen.values()) == linear
-        for most in (0, max(peaks)):
-            memory, host = random.randint(min(peaks), max(peaks)), random.randint(0, most)
-            try:
-                chosen = plan.within(memory=memory, host=host, gbps=1e12)
-            except FastacError:
-                assert all(row.peak_bytes > memory or row.host_bytes > host for row in plan.policies)
-                continue
+        for host, least in ((0, plan.policies[1].peak_bytes), (max(peaks), min(peaks))):
+            memory = random.randint(least, max(peaks))
+            chosen = plan.within(memory=memory, host=host, gbps=1e12)
             fits = [row.flops for row in plan.policies if row.peak_bytes <= memory and row.host_bytes <= host]
-            assert planned.row_of(plan, chosen).flops <= min(fits, default=math.inf)
+            assert planned.row_of(plan, chosen).flops <= min(fits)
             mine = planned.under(model, chosen)
             planned.step(mine, inputs)
             _, waiting, peak = planned.live(mine, inputs, device)

@@ -1,4 +1,4 @@
-"""`fastac.plan` of models whose weights are stored in other ways: offloaded, cast by layer, quantized, sharded."""
+"""Weights that are stored in other ways: offloaded, cast by layer, quantized, sharded. Values that a model reads."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class ByParameter(torch.nn.Linear):
         self.weight, self.bias = Packed(plain.weight), plain.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.view(self.out_features, -1).to(x.dtype) * self.weight.scale
-        return F.linear(x, weight, self.bias)
+        return linear(x, self.weight, self.weight.scale, self.bias)
 
 
 class ByBuffer(torch.nn.Module):
@@ -57,14 +56,16 @@ class ByBuffer(torch.nn.Module):
 
     def __init__(self, plain: torch.nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = plain.in_features, plain.out_features, plain.bias
-        packed = Packed(plain.weight)
+        packed, self.bias = Packed(plain.weight), plain.bias
         self.meta = {"scale": packed.scale}
         self.register_buffer("packed", packed.data)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.packed.view(self.out_features, -1).to(x.dtype) * self.meta["scale"]
-        return F.linear(x, weight, self.bias)
+        return linear(x, self.packed, self.meta["scale"], self.bias)
+
+
+def linear(x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, numbers.view(len(scale), -1).to(x.dtype) * scale, bias)
 
 
 def packed(model: Any, kind: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
@@ -98,12 +99,10 @@ def plain_plan() -> fastac.Plan:
 
 
 NEEDS = {"leaves, on disk": [needs_diffusers("0.36")]}
-CASES = [*((way, False) for way in WAYS), ("blocks", True)]
+CASES = [pytest.param(way, False, marks=NEEDS.get(way, [])) for way in WAYS]
 
 
-@pytest.mark.parametrize(
-    ("way", "enabled"), [pytest.param(way, enabled, marks=NEEDS.get(way, [])) for way, enabled in CASES]
-)
+@pytest.mark.parametrize(("way", "enabled"), [*CASES, ("blocks", True)])
 def test_weights_that_are_stored_in_another_way(way: str, enabled: bool, tmp_path: Path) -> None:
     """Planned as those of a plain model, with their own bytes; and what is planned can be enabled and trained."""
     model, inputs = tiny(WAN, torch.bfloat16, lora=4)
@@ -138,9 +137,8 @@ def test_what_cannot_be_planned_says_when_it_can() -> None:
     hooked = stack()
     HookRegistry.check_if_exists_or_initialize(hooked).register_hook(ModelHook(), "own")
     for model, cause in ((Whole(), "AssertionError: in parts here"), (hooked, "FakeTensor")):
-        with pytest.raises(
-            FastacError, match=rf"{cause}[^\n]*\nIf its weights are sharded or quantized, plan before"
-        ) as caught:
+        said = rf"{cause}[^\n]*\nIf its weights are sharded or quantized, plan before"
+        with pytest.raises(FastacError, match=said) as caught:
             fastac.plan(model, stack_inputs(), blocks="blocks")
         assert caught.value.__cause__ is not None
 
@@ -150,9 +148,7 @@ def test_what_trains_under_autocast_is_planned_under_it() -> None:
     model, inputs = tiny("HunyuanVideoTransformer3DModel", torch.bfloat16, lora=4)
     model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
     inputs = {name: one.float() if one.is_floating_point() else one for name, one in inputs.items()}
-    with pytest.raises(
-        FastacError, match=r"RuntimeError[^\n]*type[^\n]*\nIf it trains under torch.autocast, plan under it"
-    ):
+    with pytest.raises(FastacError, match=r"RuntimeError[^\n]*type[^\n]*\nIf it trains under torch.autocast"):
         fastac.plan(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         fastac.plan(model, inputs)
@@ -168,19 +164,13 @@ def test_a_linear_module_of_a_class_of_its_own_is_not_chosen() -> None:
     assert all(policy.linear and not any("ffn" in name for name in policy.linear) for policy in chosen.values())
 
 
-def test_arguments_by_position() -> None:
-    model, inputs = stack(), stack_inputs()
-    expected = fastac.plan(model, inputs, blocks="blocks")
-    for given in (tuple(inputs.values()), list(inputs.values())):
-        found = fastac.plan(model, given, blocks="blocks")
-        assert found.policies == expected.policies
-        assert found.inputs == "(1, 24, 16), (1, 6, 16)"
-
-
 def test_what_cannot_be_copied_is_shared() -> None:
-    """A Python module, a lock, a generator, also inside of others."""
+    """A Python module, a lock, a generator, also inside of others. Inputs by position are those by name."""
     model: Any = stack()
     expected = fastac.plan(model, stack_inputs(), blocks="blocks")
+    for given in (tuple(stack_inputs().values()), list(stack_inputs().values())):
+        found = fastac.plan(model, given, blocks="blocks")
+        assert (found.policies, found.inputs) == (expected.policies, "(1, 24, 16), (1, 6, 16)")
     model.library, model.blocks[0].lock = torch, threading.Lock()
     model.blocks[1].queue = [{"items": (number for number in range(3))}]
     assert fastac.plan(model, stack_inputs(), blocks="blocks") == expected
@@ -217,3 +207,89 @@ def test_weights_that_fsdp2_computes_with_in_another_dtype(tmp_path: Path) -> No
     assert forecast.peak("full") == found.states.total + peak + gradients // 2
     for mixed, narrow in zip(found.policies, fastac.plan(computed, in_bf16).policies, strict=True):
         assert (mixed.saved_bytes, mixed.flops) == (narrow.saved_bytes, narrow.flops)
+
+
+# Values of small inputs: a model may ask for them, and for what follows from them alone
+
+
+MASK = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 1]])
+
+
+class Asks(AttentionStack):
+    """A stack that asks for something before its blocks run."""
+
+    def __init__(self, ask: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.ask, self.unknown = ask, torch.nn.Parameter(torch.ones(2, 5, 7))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        FOUND.append(self.ask(mask, self.unknown.detach()))
+        return super().forward(video, text)
+
+
+FOUND: list[Any] = []
+"""What models found, in simulations too: those run copies of them."""
+
+
+def asked(ask: Callable[[torch.Tensor, torch.Tensor], Any], mask: torch.Tensor = MASK, **options: Any) -> Any:
+    """What a model finds in a plan; the values of `mask` are known, those of weights are not."""
+    FOUND.clear()
+    fastac.plan(Asks(ask), {**stack_inputs(), "mask": mask}, blocks="blocks", **options)
+    assert all(found == FOUND[0] for found in FOUND)
+    return FOUND[0]
+
+
+def places(mask: torch.Tensor, features: torch.Tensor) -> list[Any]:
+    """Their number is a shape: of what a mask picks, and of its places."""
+    picked = [features[mask].shape, features[:, mask[0]].shape, mask.nonzero().shape]
+    return [*map(tuple, picked), *(len(of_one) for of_one in mask[0].nonzero(as_tuple=True))]
+
+
+def of_constants(mask: torch.Tensor, unknown: torch.Tensor) -> tuple[int, int]:
+    return int((torch.arange(5) * mask[0]).max()), int(torch.full((2,), 3).sum() + torch.zeros(1, dtype=torch.int64))
+
+
+def of_a_shape(mask: torch.Tensor, unknown: torch.Tensor) -> tuple[int, ...]:
+    return int(torch.zeros_like(unknown).sum()), int(torch.ones_like(unknown).sum()), int(unknown.new_full((6,), 7)[5])
+
+
+def test_what_follows_from_inputs_is_known() -> None:
+    """Through several operations, constants and shapes. Of one in place, too, as views of it are."""
+    assert asked(lambda mask, _: mask.sum(dim=1).tolist()) == [3, 1]
+    assert asked(of_constants) == (3, 6)
+    assert asked(of_a_shape) == (0, 70, 7)
+    assert asked(places, MASK.bool()) == [(4, 7), (2, 3, 7), (4, 2), 3]
+    assert asked(lambda mask, _: int(mask.clone()[0].add_(1).sum())) == 8
+
+
+def test_an_input_that_is_changed_stays_as_it_is() -> None:
+    given = MASK.clone()
+    assert asked(lambda mask, _: int(mask.add_(1)[0].sum()) - int(mask[1].sum()), given) == 2
+    assert torch.equal(given, MASK)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda mask, unknown: unknown.sum().item(),
+        lambda mask, unknown: (unknown[..., 0] + mask).sum().item(),
+        lambda mask, unknown: mask.copy_(unknown[..., 0]).sum().item(),
+        lambda mask, unknown: torch.empty_like(mask).sum().item(),
+    ],
+)
+def test_what_depends_on_other_values_is_not_known(ask: Callable[..., Any]) -> None:
+    """Nor what is changed in place by them."""
+    with pytest.raises(FastacError, match=r"does not run without data"):
+        asked(ask)
+
+
+def test_values_that_a_cpu_does_not_compute() -> None:
+    """Kernels of CUDA on known values: their results are not known."""
+    half = torch.ones(2, 4, dtype=torch.float16)
+    assert asked(lambda mask, _: (mask + 1).sum().item(), half, device="cuda") == 16
+    for ask in (
+        lambda mask, _: mask.softmax(-1, dtype=torch.float32).sum().item(),
+        lambda mask, _: torch.nn.functional.rms_norm(mask, (4,)).sum().item(),
+    ):
+        with pytest.raises(FastacError, match=r"does not run without data"):
+            asked(ask, half, device="cuda")
