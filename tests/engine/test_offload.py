@@ -91,7 +91,7 @@ def plain(policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("backward", [None, twice])
-@pytest.mark.parametrize(("policy", "make"), [*MADE, *[(policy, plain) for policy in POLICIES]], ids=str)
+@pytest.mark.parametrize(("policy", "make"), [*MADE, *[(policy, plain) for policy in POLICIES]])
 def test_a_step(make: Callable[[Any], Any], policy: Policy, backward: Any, device: Simulated) -> None:
     expected = train(make("none"), backward)
     model = make(policy)
