@@ -145,6 +145,7 @@ def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatc
     assert [mine * 2 for mine in attention[1]] == attention[0]
 
 
+@pytest.mark.slow
 def test_a_budget_counts_collectives_first(plans: Plans) -> None:
     """Where they are more than the budget they are issued again."""
     parallel = ("--gpus", "2", "--context-parallel", "2", "--lora", "1", "--optimizer", "adamw8bit")
