@@ -103,6 +103,7 @@ def test_everything_fits_80_columns(monkeypatch: pytest.MonkeyPatch, command: Co
             assert "…" not in text
 
 
+@pytest.mark.slow
 def test_a_process_prints_nothing_of_other_libraries() -> None:
     """Not even what libkineto logs of profiles."""
     program = """

@@ -68,7 +68,7 @@ def stepping(monkeypatch: pytest.MonkeyPatch, step: Step) -> None:
 def test_every_way_is_measured(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks with two attention calls each, in a table of 80 columns."""
     monkeypatch.delenv("COLUMNS")
-    ran, found = bench("--rounds", "3", "--layers", "2", "--frames", "33", "--height", "64", "--width", "64")
+    ran, found = bench("--rounds", "2", "--layers", "2", "--frames", "33", "--height", "64", "--width", "64")
     rows = found["rows"]
     assert list(rows) == NAMES
     assert [name for name, row in rows.items() if row["problem"]] == ["long_attn_only"], "no attention is long here"

@@ -173,9 +173,7 @@ def test_a_plan_for_some_blocks(small: list[str], command: Command) -> None:
     model = built(small[0])
     line = command("plan", *small, "--checkpointed", "2").out.splitlines()[-1]
     assert enabled_by(line, model)[0] == fastac.first_blocks(model, 2, "attn_only")
-    refused = command("plan", *small, "--checkpointed", "4")
-    assert refused.status == 1
-    assert "there are 3" in refused.err
+    assert "there are 3" in command("plan", *small, "--checkpointed", "4").err
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(

@@ -56,7 +56,8 @@ class ByBuffer(torch.nn.Module):
 
     def __init__(self, plain: torch.nn.Linear) -> None:
         super().__init__()
-        packed, self.bias = Packed(plain.weight), plain.bias
+        self.in_features, self.out_features, self.bias = plain.in_features, plain.out_features, plain.bias
+        packed = Packed(plain.weight)
         self.meta = {"scale": packed.scale}
         self.register_buffer("packed", packed.data)
 
