@@ -358,13 +358,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 NAMESPACE = "fastac_tests"
 
 
-def attention_inputs(
-    queries: int, keys: int, dim: int = 8, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def attention_inputs(queries: int, keys: int, dim: int = 8) -> dict[str, torch.Tensor]:
     """Query, key and value of an attention, (2, 3, sequence, dim), the same at every call."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (2, 3, queries, dim), "key": (2, 3, keys, dim), "value": (2, 3, keys, dim)}
-    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     return {name: tensor.requires_grad_() for name, tensor in made.items()}
 
 

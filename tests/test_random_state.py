@@ -6,10 +6,8 @@ model itself draws is drawn as often as without fastac.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import dataclasses
 import functools
 import gc
 import importlib
@@ -24,6 +22,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -258,40 +257,16 @@ def plan() -> None:
         found.as_json()
 
 
-def plan_video() -> None:
-    """What `fastac plan` calls, and its picture."""
+def command(name: str) -> None:
+    """The command as it is installed, on a small model, with all that it prints and draws."""
+    (installed,) = entry_points(group="console_scripts", name="fastac")
     with tempfile.TemporaryDirectory() as folder, unmoved():
-        from fastac.cli.plan import plot
-        from fastac.models import published
-        from fastac.planning.video import plan_video
-
         path = Path(folder, "config.json")
         path.write_text(json.dumps({"_class_name": WAN, **TINY[WAN].config}))
-        configuration = published.load_configuration(str(path))
-        video = dataclasses.replace(configuration.default, frames=5, height=32, width=48, text_tokens=8)
-        found = plan_video(configuration, video, budget=2**20)
-        str(found)
-        plot(found, Path(folder, "plan.svg"))
-
-
-def bench() -> None:
-    model, inputs = wan()
-    with unmoved():
-        from fastac.cli import measuring
-        from fastac.models import published
-
-        str(measuring.bench(measuring.Workload(model, inputs), "tiny Wan", rounds=1))
-        measuring.machine()
-        configuration = published.load_configuration(WAN)
-        config = {**configuration.config, **TINY[WAN].config}
-        measuring.build(dataclasses.replace(configuration, config=config), configuration.default)
-
-
-def backends() -> None:
-    with unmoved():
-        from fastac.cli import backends
-
-        backends.run(argparse.Namespace(json=False, all=True))
+        small = [str(path), "--frames", "5", "--height", "32", "--width", "48", "--text-tokens", "8"]
+        more = {"backends": ["--all"], "plan": [*small, "--plot", str(Path(folder, "plan.svg"))], "bench": small}
+        sys.argv = ["fastac", name, *more[name]]
+        assert not installed.load()()
 
 
 def graph() -> None:
@@ -371,7 +346,7 @@ PATHS = {
     "torch": (
         *(f"first_use {name}" for name in ("checkpoint", "enable", "first_blocks", "plan")),
         *(f"training {way}" for way in TRAINING if way not in ("compile", "diffusers")),
-        *("patch_checkpoint", "threads", "make_visible", "verify", "plan", "graph", "backends"),
+        *("patch_checkpoint", "threads", "make_visible", "verify", "plan", "graph", "command backends"),
     ),
     "torch without numpy": ("training enable", "verify"),
 }
@@ -381,7 +356,7 @@ MORE = {
         *("training compile", "compile_attention"),
     ),
     "torch without numpy": ("patch_checkpoint", "training compile", "make_visible", "graph"),
-    "diffusers": ("training diffusers", "verify_per_block", "plan_video", "bench"),
+    "diffusers": ("training diffusers", "verify_per_block", "command plan", "command bench"),
 }
 
 

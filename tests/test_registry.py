@@ -271,6 +271,13 @@ def test_an_op_that_does_not_train_is_refused_with_its_note(policy: str, define:
 # Libraries
 
 
+def test_no_library_is_imported_to_find_its_ops() -> None:
+    before = set(sys.modules)
+    fastac.register(row(namespace=r"flash_attn|xformers\w*", name=f"forward_{uuid.uuid4().hex[:8]}"))
+    fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
+    assert not {name.partition(".")[0] for name in set(sys.modules) - before} & {"flash_attn", "xformers"}
+
+
 def test_a_library_that_is_loaded_between_two_regions(
     monkeypatch: pytest.MonkeyPatch, attention_executions: Counter[str]
 ) -> None:

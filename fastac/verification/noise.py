@@ -27,7 +27,7 @@ FACTOR = 1.5
 """Correct runs pass with 1. The rest allows for noise of recompute itself, which a forward kernel may have."""
 
 FEWEST, MOST = 4, 12
-"""Runs of the reference that noise is measured in. With 12, none of 1,000 verifications is a false alarm
+"""Runs of the reference that noise is measured in. With 12, at most 3 of 1,000 right steps are false alarms
 (`pytest -m soak tests/verification/test_noise.py`)."""
 
 ROUNDING = tolerance(torch.bfloat16)

@@ -190,7 +190,7 @@ def test_two_threads_recompute_one_block() -> None:
 
     def slowly(module: torch.nn.Module, args: Any) -> None:
         if in_backward():  # a recompute, of which the other one comes in the middle
-            inside.wait(0.2)
+            inside.wait(1)
             inside.set()
 
     block.self_out.register_forward_pre_hook(slowly)
@@ -231,7 +231,7 @@ def test_a_buffer_of_any_kind(kind: str) -> None:
 
 def test_recomputes_of_two_blocks_may_wait_for_each_other() -> None:
     """As ranks that are threads do."""
-    barrier, inputs = threading.Barrier(2, timeout=20), support.stack_inputs()
+    barrier, inputs = threading.Barrier(2, timeout=300), support.stack_inputs()
 
     def meet(module: torch.nn.Module, args: Any) -> None:
         if in_backward():

@@ -173,7 +173,7 @@ def test_two_threads_that_recompute_one_region(policy: Policy, device: Simulated
     def recomputing(_: Any, args: Any) -> None:
         addresses.append({one.data_ptr() for one in args[:2]})
         if len(addresses) == 1:
-            pool.submit(meanwhile).result(timeout=60)
+            pool.submit(meanwhile).result(timeout=300)
 
     blocks[2].register_forward_pre_hook(recomputing)
     with ThreadPoolExecutor(1) as pool:
@@ -193,7 +193,7 @@ def test_a_thread_recomputes_what_leaves_the_device(policy: Policy, device: Simu
     def setting(storage: offload.StashedStorage, name: str, value: Any) -> None:
         object.__setattr__(storage, name, value)
         if name == "device" and value is None and not found:
-            found.append(pool.submit(gradients, loss, blocks).result(timeout=60))
+            found.append(pool.submit(gradients, loss, blocks).result(timeout=300))
 
     monkeypatch.setattr(offload.StashedStorage, "__setattr__", setting)
     with ThreadPoolExecutor(1) as pool:
@@ -374,9 +374,12 @@ def test_host_memory_is_not_handed_out_while_it_is_written(device: Simulated) ->
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_step_without_a_guard(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*GUARDS[guard])
-    with simulated() as found, contextlib.suppress(FastacError, AssertionError):  # which may come first
-        test_host_memory_is_not_handed_out_while_it_is_written(found)
-        assert found.faults
+    with simulated() as found:
+        try:
+            test_host_memory_is_not_handed_out_while_it_is_written(found)
+        except (FastacError, AssertionError):  # which may come first
+            return
+    assert found.faults
 
 
 def test_one_region_is_prefetched(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:

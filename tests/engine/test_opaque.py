@@ -402,6 +402,18 @@ def test_traced_it_is_recomputed_with_a_warning(caplog: pytest.LogCaptureFixture
     assert any(name in message and "recompute" in message for message in caplog.messages)
 
 
+def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
+    torch._dynamo.reset()
+    opaque = function()
+    fastac.make_visible(opaque, key="k", **PLAIN)
+    layer = Layer(torch.compiler.disable(opaque.apply))
+    layer.compile(backend="aot_eager")
+    for _ in range(2):
+        counted.clear()
+        train_step(functools.partial(fastac.checkpoint, layer), inputs())
+    assert counted == {KERNEL: 1}
+
+
 # Other Functions, and the context
 
 

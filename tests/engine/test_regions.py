@@ -255,7 +255,7 @@ def test_a_gradient_in_the_middle_of_a_forward(policy: Any, early_stop: bool) ->
 
 def test_two_threads_that_recompute_one_region_at_once() -> None:
     """Each output of a block is backpropagated by a thread of its own: each recompute has a position of its own."""
-    meet = threading.Barrier(2, timeout=60)
+    meet = threading.Barrier(2, timeout=300)
 
     class Two(AttentionBlock):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:

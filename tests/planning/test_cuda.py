@@ -26,6 +26,7 @@ from fastac.planning.cuda import OneKernel
 from tests.cli.conftest import Command, configuration
 from tests.planning.planned import WAN, tiny
 from tests.support import AttentionBlock, AttentionStack, stack_inputs
+from tests.torch_data import torch_data
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/gpu_wan_nvidia_h100_80gb_hbm3.json"
 
@@ -180,10 +181,8 @@ OTHER_KERNELS = {
 )
 def test_no_other_function_asks_for_the_device(device: str) -> None:
     """Samples of torch's own tests for all of `torch.nn.functional`: one that is not in these lists is new."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
     found, count = set(), 0
-    for op in [op for op in op_db if op.name.startswith("nn.functional.")]:
+    for op in [op for op in torch_data()[0] if op.name.startswith("nn.functional.")]:
         for dtype in DTYPES if device == "cuda" else DTYPES[2:]:
             if not op.supports_dtype(dtype, device):
                 continue
