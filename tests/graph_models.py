@@ -57,7 +57,7 @@ class Llama(torch.nn.Module):
         frequencies = 1e4 ** -torch.linspace(0, 1, self.dim // 2)
         angles = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float32), frequencies)
         for layer in self.layers:
-            hidden = layer(hidden, angles)
+            hidden = layer(hidden, angles.to(hidden.dtype))
         return self.head(self.norm(hidden))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import pickle
 import re
 import warnings
@@ -356,6 +357,13 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # Attention ops of the tests' own
 
 NAMESPACE = "fastac_tests"
+
+_names = itertools.count()
+
+
+def new_name(prefix: str) -> str:
+    """A name that nothing in this process has yet. Random letters could say attention, as "fa4" does."""
+    return f"{prefix}_{next(_names)}"
 
 
 def attention_inputs(queries: int, keys: int, dim: int = 8) -> dict[str, torch.Tensor]:

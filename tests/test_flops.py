@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,8 +31,6 @@ PACKED_PAIRS = HEADS * (9 * 6 + 3 * 10 + 12 * 5)
 OF_LIBRARIES = {"fa2", "fa3", "xformers", "fastvideo", "vsa", "sage", "diffusers"}
 """Backends whose ops are not torch's: the parity tests of tests/backends/libraries count theirs."""
 
-_names = itertools.count()
-
 
 @pytest.fixture(autouse=True)
 def _own_table(rows_as_before: None) -> Iterator[None]:
@@ -53,7 +50,7 @@ def define(schema: str, output: Callable[..., Any]) -> Any:
     """An op of a name of its own, `fastac_tests::<name>`; output: of its arguments."""
     name, _, rest = schema.partition("(")
     if not name.endswith("_backward"):  # that is named by a test
-        name = f"{name}_{next(_names)}"
+        name = support.new_name(name)
     library = torch.library.Library("fastac_tests", "FRAGMENT")
     library.define(f"{name}({rest}")
     library.impl(name, output, "CompositeExplicitAutograd")

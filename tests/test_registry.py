@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +29,7 @@ Define = Callable[[str], torch._ops.OpOverload]
 @pytest.fixture
 def namespace() -> str:
     """A namespace that no other test has: an op cannot be removed again."""
-    return f"fastac_rows_{uuid.uuid4().hex[:8]}"
+    return support.new_name("fastac_rows")
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def run(op: Any, *others: Any, key: Any = None, policy: str | Policy = "attn_onl
 )
 def test_a_row_that_is_not_well_formed(wrong: Any, message: str) -> None:
     """Nothing is registered when one of several rows is wrong."""
-    fine = row(name=f"fine_{uuid.uuid4().hex[:8]}")
+    fine = row(name=support.new_name("fine"))
     with pytest.raises(FastacError, match=message):
         fastac.register(fine, wrong)
     fastac.register(fine)
@@ -191,7 +190,7 @@ def test_two_rows_that_claim_one_op(define: Define, namespace: str) -> None:
     fastac.register(row(namespace=f"{namespace}|more", name="later"))
     with pytest.raises(FastacError, match="2 rows"):
         run(define(f"later({QKV}) -> Tensor"))
-    fastac.register(row(name=f"another_{uuid.uuid4().hex[:8]}"))
+    fastac.register(row(name=support.new_name("another")))
     assert row_of(op) is not None
 
 
@@ -273,7 +272,7 @@ def test_an_op_that_does_not_train_is_refused_with_its_note(policy: str, define:
 
 def test_no_library_is_imported_to_find_its_ops() -> None:
     before = set(sys.modules)
-    fastac.register(row(namespace=r"flash_attn|xformers\w*", name=f"forward_{uuid.uuid4().hex[:8]}"))
+    fastac.register(row(namespace=r"flash_attn|xformers\w*", name=support.new_name("forward")))
     fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
     assert not {name.partition(".")[0] for name in set(sys.modules) - before} & {"flash_attn", "xformers"}
 
@@ -282,7 +281,7 @@ def test_a_library_that_is_loaded_between_two_regions(
     monkeypatch: pytest.MonkeyPatch, attention_executions: Counter[str]
 ) -> None:
     """Its op is saved from the first call on, also in a region that is known for long."""
-    name = f"imported_{uuid.uuid4().hex[:8]}"
+    name = support.new_name("imported")
     fastac.register(row(namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None))
     inputs = support.attention_inputs(8, 8)
     attend: list[Any] = [F.scaled_dot_product_attention]

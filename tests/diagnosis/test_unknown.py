@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 import types
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,7 +28,7 @@ QKV = "Tensor query, Tensor key, Tensor value"
 
 @pytest.fixture
 def namespace() -> str:
-    return f"fastac_unknown_{uuid.uuid4().hex[:8]}"
+    return support.new_name("fastac_unknown")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -271,7 +270,7 @@ def test_kernel_that_calls_an_op_with_a_row(policy: Any, again: int, attention_e
 
 def op_before_sdpa() -> tuple[str, Callable[[], torch.nn.Module]]:
     """An op without a row: its name, and a block that calls it in front of torch's attention."""
-    name = f"unknown_{uuid.uuid4().hex[:8]}"
+    name = support.new_name("unknown")
     attend = support.attention_function(support.define_attention_op(name))
     return name, lambda: OneAttention(lambda query, key, value: sdpa(attend(query, key, value), key, value))
 
@@ -427,7 +426,7 @@ def test_autocast_below_the_observer() -> None:
     """Under a dispatch mode torch switches autocast off, so a kernel in Python would compute in another dtype."""
     states: list[bool] = []
 
-    @torch.library.custom_op(f"fastac_tests::mixing_{uuid.uuid4().hex[:8]}", mutates_args=())
+    @torch.library.custom_op(support.new_name("fastac_tests::mixing"), mutates_args=())
     def mix(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         states.append(torch.is_autocast_enabled("cpu"))
         return x @ weight

@@ -8,7 +8,6 @@ import itertools
 import logging
 import sys
 import types
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -68,7 +67,7 @@ def function(**options: Any) -> Any:
             assert torch.equal(half, q * 0.5)
             return (*support.attention_math_backward(grad, q, k, v, output, statistics), None, None)
 
-    Attention.__qualname__ = f"Attention_{uuid.uuid4().hex[:8]}"
+    Attention.__qualname__ = support.new_name("Attention")
     return Attention
 
 
@@ -354,7 +353,7 @@ def test_what_is_refused_changes_nothing(made: Any, options: dict[str, str], mes
 
 
 def test_a_function_is_made_visible_once_and_a_name_given_once() -> None:
-    name = f"attention_{uuid.uuid4().hex[:8]}"
+    name = support.new_name("attention")
     first, second = function(), function()
     op = fastac.make_visible(first, name=name, **PLAIN)
     forward = first.forward
@@ -390,7 +389,7 @@ def test_traced_it_is_recomputed_with_a_warning(caplog: pytest.LogCaptureFixture
             return output
 
     torch._dynamo.reset()
-    name = f"traceable_{uuid.uuid4().hex[:8]}"
+    name = support.new_name("traceable")
     fastac.make_visible(Traceable, name=name, key="k", **PLAIN)
     torch.manual_seed(0)
     layer, data = Layer(lambda *heads: (Traceable.apply(*heads),)), inputs()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +53,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def attention() -> Callable[..., torch.Tensor]:
-    return support.custom_attention(f"sparse_{uuid.uuid4().hex[:8]}")
+    return support.custom_attention(support.new_name("sparse"))
 
 
 def sparse(choose: Choose, scores: Callable[[torch.Tensor], torch.Tensor], rounds: int = 1) -> Any:
@@ -243,7 +242,7 @@ class ChosenOutside:
     """A region whose choice is made by nothing the dispatcher shows: one of these after another."""
 
     def __init__(self, *choices: torch.Tensor) -> None:
-        self.op, self.choices = sparse_op(f"chosen_{uuid.uuid4().hex[:8]}"), choices
+        self.op, self.choices = sparse_op(support.new_name("chosen")), choices
         self.begin()
 
     def begin(self) -> None:
@@ -270,7 +269,7 @@ def test_a_choice_of_another_size_is_an_error() -> None:
 
 def test_sparse_calls_of_which_only_some_are_saved() -> None:
     """Each call gets its own table back, a call that is recomputed none; one that is not chosen here is not written."""
-    op, short, long = sparse_op(f"some_{uuid.uuid4().hex[:8]}"), torch.tensor([0, 1]), torch.tensor([0, 3, 7])
+    op, short, long = sparse_op(support.new_name("some")), torch.tensor([0, 1]), torch.tensor([0, 3, 7])
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query = op(torch.tanh(query), key[:, :, :4], value[:, :, :4], short.clone(), torch.ones(3))[0]
@@ -290,7 +289,7 @@ def test_sparse_calls_of_which_only_some_are_saved() -> None:
 )
 def test_coarse_attention_is_recomputed(blocks: int, claimed: int, sparse_too: bool, legal: bool, counted: Any) -> None:
     """Attention in small ops over one key per block, next to sparse attention over as many blocks as it claims."""
-    op = sparse_op(f"coarse_{uuid.uuid4().hex[:8]}")
+    op = sparse_op(support.new_name("coarse"))
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = torch.tanh(key)[:, :, :blocks], torch.tanh(value)[:, :, :blocks]

@@ -203,13 +203,17 @@ def small_stack(**options: Any) -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return model, (torch.randn(2, 8, 16), torch.randn(2, 4, 16))
 
 
-def sharded_stack() -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """The same in bfloat16, with sharded layers."""
-    model, args = small_stack()
+def sharded(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model in bfloat16, with sharded layers."""
     for name, layer in list(model.bfloat16().named_modules()):
         if isinstance(layer, torch.nn.Linear):
             model.set_submodule(name, ShardedLinear(layer))
-    return model, tuple(one.bfloat16() for one in args)
+    return model
+
+
+def sharded_stack() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    model, args = small_stack()
+    return sharded(model), tuple(one.bfloat16() for one in args)
 
 
 def careless(joint: GraphModule, inputs: Any, **options: Any) -> Any:

@@ -45,13 +45,13 @@ def test_peaks_are_those_of_an_h100(command: Command, tmp_path: Path) -> None:
     assert {way: planned[way] for way in both} == pytest.approx({way: measured[way] for way in both}, rel=0.01)
 
 
-@pytest.mark.gpu
-def test_a_plan_from_a_machine_without_the_device_is_the_same() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_plan_from_a_machine_without_the_device_is_the_same(device: str) -> None:
     model, inputs = tiny(WAN, torch.bfloat16)
     model = model.to("meta")
-    there = copy.deepcopy(model).to_empty(device="cuda")
-    moved = {name: one.to("cuda") if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
-    truly, planned = fastac.plan(there, moved), fastac.plan(model, inputs)
+    there = copy.deepcopy(model).to_empty(device=device)
+    moved = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+    truly, planned = fastac.plan(there, moved), fastac.plan(model, inputs, device=device)
     for mine, theirs in zip(planned.policies, truly.policies, strict=True):
         assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.01)
         assert mine.held_bytes == pytest.approx(theirs.held_bytes, rel=0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -222,7 +221,7 @@ def test_kernels_are_counted_whoever_stands_in_the_dispatcher() -> None:
 )
 def test_no_attention_seen_is_no_yes(blocks: Any, policy: Any, message: str) -> None:
     """A kernel whose name does not say attention."""
-    mixed = support.attention_function(support.define_attention_op(f"verify_mixes_{uuid.uuid4().hex[:8]}"))
+    mixed = support.attention_function(support.define_attention_op(support.new_name("verify_mixes")))
     block = functools.partial(AttentionBlock, attend=mixed)
     model = block() if blocks is None else stack(block=block)
     with pytest.raises(PolicyNotAppliedError, match=message):
