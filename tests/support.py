@@ -113,6 +113,28 @@ def checkpointed(model: Any, inputs: Mapping[str, Any]) -> list[str]:
     return called
 
 
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What of a model `enable` may touch: a refused call leaves it equal, `disable` makes it equal again.
+
+    Modules, checkpointing attributes, hooks, state-dict keys and training mode, by module name.
+    """
+    found: dict[str, Any] = {"state dict": list(model.state_dict()), "dict": sorted(vars(model))}
+    for name, module in model.named_modules():
+        found[name] = (
+            id(module),
+            module.training,
+            module.__dict__.get("gradient_checkpointing", "absent"),
+            module.__dict__.get("_gradient_checkpointing_func", "absent"),
+            module.__dict__.get("forward", "absent"),
+            {
+                key: list(hooks.values())
+                for key, hooks in vars(module).items()
+                if key.endswith("_hooks") and hooks and isinstance(hooks, dict)
+            },
+        )
+    return found
+
+
 class AttentionBlock(torch.nn.Module):
     """Self-attention over the video, cross-attention to the text, feed-forward: a DiT block without diffusers.
 

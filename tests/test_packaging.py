@@ -31,7 +31,6 @@ def test_wheel_holds_the_whole_package(tmp_path: Path) -> None:
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(source)],
         capture_output=True,
         text=True,
-        check=False,
     )
     assert build.returncode == 0, build.stdout + build.stderr
     (path,) = target.glob("*.whl")
@@ -101,6 +100,5 @@ def test_types_of_user_code(tmp_path: Path) -> None:
         env={**os.environ, "MYPYPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr

@@ -159,7 +159,6 @@ def test_fastac_disable() -> None:
         env={**os.environ, "FASTAC_DISABLE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.stdout.splitlines() == ["8", "8 full", "8 full", "6 mixed (full, none)"], done.stderr
     assert done.stderr.count("FASTAC_DISABLE") == 1, done.stderr

@@ -167,17 +167,12 @@ def blocks_of(model: Any, policy: Any = "attn_only") -> None:
     fastac.enable(model, policy, blocks="blocks")
 
 
-def enabled_before(model: Any) -> None:
-    blocks_of(model)
-    fastac.disable(model)
-
-
 DRAWING = functools.partial(stack, block=DrawingBlock)
 TRAINING: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "enable": (stack, blocks_of),
     "a block that draws": (DRAWING, blocks_of),
     "offload": (stack, lambda model: blocks_of(model, fastac.Policy("attn_only", offload=True))),
-    "disable": (stack, enabled_before),
+    "disable": (stack, lambda model: (blocks_of(model), fastac.disable(model))),
     "diffusers": (wan, lambda model: fastac.enable(model, fastac.first_blocks(model, 1, "attn_only"))),
     "checkpoint": (stack, lambda model: setattr(model, "policy", "attn_only")),
     "compile": (stack, lambda model: str(fastac.compile(model, blocks="blocks", backend="aot_eager"))),

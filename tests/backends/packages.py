@@ -125,7 +125,7 @@ DIFFUSERS = {
     "diffusers_0_36": ("diffusers-0.36",),
     "diffusers_0_39": ("diffusers-0.39",),
 }
-"""Case of tests/models/test_older_diffusers.py -> the same."""
+"""Case of test_older_diffusers -> the same."""
 
 IN_CI = LIBRARIES | TRAINERS | DIFFUSERS
 NEEDS = IN_CI | HUNTS

@@ -14,7 +14,7 @@ from fastac.backends.diffusers import BACKENDS
 from fastac.backends.verdicts import Verdict
 from fastac.engine.process import process
 from tests import support
-from tests.model_state import state_of
+from tests.support import state_of
 
 EVERY = [backend.value for backend in AttentionBackendName]
 SERVED = [name for name in EVERY if name in BACKENDS and BACKENDS[name].verdict in (Verdict.SAVABLE, Verdict.OPAQUE)]

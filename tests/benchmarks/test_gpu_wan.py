@@ -117,10 +117,10 @@ def test_all_of_it_in_miniature(
     some = {"short": ("torch full", "none"), "compiled": ("torch full", "attn_only", "attn_only, offload")}
     cases = (dataclasses.replace(case, ways=some.get(case.name, case.ways)) for case in gpu_wan.CASES)
     monkeypatch.setattr(gpu_wan, "CASES", tuple(cases))
-    found = run("gpu_wan", "--device", "cpu", "--minutes", "5")
+    found = run("gpu_wan", "--device", "cpu", "--minutes", "60")
     assert found["complete"]
 
-    assert found["minutes"] == 5
+    assert found["minutes"] == 60
     assert "attn_only" in found["check"]["text"]
     assert [case["name"] for case in found["cases"]] == ["long", "lora_14b", "short", "compiled"]
     printed = capsys.readouterr().out
@@ -160,18 +160,6 @@ def test_all_of_it_in_miniature(
         # Attention on a CPU has workspaces of its own, which is much beside so few tokens. The host is no other memory.
         assert 0.85 < long[way]["planned_peak_bytes"] / long[way]["peak_bytes"] < 1.005
     assert lora["torch full"]["planned_peak_bytes"] > 0 < lora["long_attn_only, offload"]["host_bytes"]
-
-
-def test_without_time(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first way is measured, since nothing is known of its time, and then there is no time for others."""
-    pytest.importorskip("peft")  # for LoRA
-    monkeypatch.setattr(gpu_wan.time, "monotonic", lambda: 0.0)
-    case = gpu_wan.in_miniature(gpu_wan.CASES[1])
-    found = case.facts()
-    gpu_wan.measure(case, torch.device("cpu"), 1e-6, found, lambda: None, lambda text: None)
-    first, second = found["rows"]
-    assert len(first["seconds"]) == len(first["allocator"]) == 1
-    assert second == {"way": "long_attn_only, offload", "problem": "no time left"}
 
 
 def test_the_script_without_time(run: Any) -> None:

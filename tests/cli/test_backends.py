@@ -71,7 +71,6 @@ def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) 
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
@@ -116,7 +115,7 @@ print(fastac.verify(Model(8, 8), torch.ones(1, 4, 8)))
 """
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "KINETO_LOG_LEVEL")}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=False)
+    run = partial(subprocess.run, env=environment, capture_output=True, text=True)
     ran = run([sys.executable, "-c", program])
     assert (ran.returncode, ran.stderr) == (0, "")
     assert all(line.startswith(("Model: ", "What recompute ran", *"┏┃┡│└")) for line in ran.stdout.splitlines())

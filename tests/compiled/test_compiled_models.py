@@ -23,9 +23,10 @@ from tests.compiled.steps import (
     train,
 )
 from tests.compiler import compiled_so_far, reset
+from tests.engine.test_buffers import LAYERS, Stateful
 from tests.hook.hosts import diffuser
 from tests.marks import NEEDS_COMPILED_MODELS, needs_diffusers, slow
-from tests.support import assert_same, dropping_out, math_kernel, stack, stack_inputs, train_step, written_out
+from tests.support import Tensors, assert_same, dropping_out, math_kernel, stack, stack_inputs, train_step, written_out
 
 
 @pytest.mark.slow
@@ -131,3 +132,36 @@ def test_gradient_checkpointing_enabled_again_without_fastac() -> None:
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError, match="called fastac for none"):
             called(**inputs)
+
+
+# Buffers that a block writes: written once, inside a checkpoint and around one
+
+STEPS = 5
+
+
+def trained(layer: str, way: str, policy: str) -> Tensors:
+    reset()
+    torch.manual_seed(1)
+    model = support.AttentionStack(layers=1, policy=policy, block=lambda: Stateful(LAYERS[layer]))
+    compiled = WAYS[way](model, "aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: Tensors = {}
+    for step in range(STEPS):
+        found |= {
+            f"step {step}: {name}": one for name, one in train_step(compiled, stack_inputs(step, batch=2)).items()
+        }
+        optimizer.step()
+    return found | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("layer", "way"),
+    [
+        ("delayed scaling", "blocks"),
+        ("delayed scaling", "whole"),
+        pytest.param("router", "blocks", marks=pytest.mark.slow),
+        pytest.param("batch norm", "whole", marks=pytest.mark.slow),
+    ],
+)
+def test_they_are_written_once(layer: str, way: str) -> None:
+    support.assert_same(trained(layer, way, "attn_only"), trained(layer, way, "none"))

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention.flex_attention import flex_attention
 
 import fastac
+from fastac import Policy, PolicyNotAppliedError
 from tests import support
 from tests.backends import flex_on_cpu
-from tests.compiled.steps import frozen, frozen_inputs, hiding, small, small_inputs
-from tests.support import train_step
+from tests.compiled.steps import SmallBlock, compile_blocks, frozen, frozen_inputs, hiding, small, small_inputs
+from tests.support import train_step, written_out
 
 HIDDEN = "attention inside compiled code"
 REFUSED = pytest.raises(fastac.PolicyNotAppliedError, match="flex_attention")
@@ -63,3 +65,54 @@ def test_eager_flex_attention_is_not_taken_for_compiled_code() -> None:
     for _ in range(2):
         train_step(model, small_inputs(128))
     assert support.executions == {flex_on_cpu.OP: 2}
+
+
+# The eager look: once for a block class and policy, compiled code is run again, eagerly
+
+
+def test_another_size_with_fewer_calls(caplog: pytest.LogCaptureFixture) -> None:
+    """Attention that runs as small ops for some sizes would be hidden in compiled code."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return (F.scaled_dot_product_attention if key.shape[2] > 16 else written_out)(query, key, value)
+
+    model = compile_blocks(small("attn_only", attend=attend), "eager")
+    for tokens in (24, 16, 12, 24):
+        train_step(model, small_inputs(tokens))
+    assert caplog.text.count("fewer attention calls") == 1
+
+
+def test_after_inputs_too_short_for_the_policy() -> None:
+    """Images come before videos: what the policy saves of these was not judged with those."""
+    model = compile_blocks(small(Policy(min_kv=20), attend=written_out), "eager")
+    train_step(model, small_inputs(16))
+    with pytest.raises(PolicyNotAppliedError, match="written out"):
+        train_step(model, small_inputs(24))
+
+
+def test_a_closure_that_runs_another_class() -> None:
+    def run(kind: type, backend: Any) -> None:
+        block = kind()
+        block.compile(backend=backend)
+        fastac.checkpoint(lambda *args: block(*args), *small_inputs().values())
+
+    run(SmallBlock, "eager")
+    with pytest.raises(PolicyNotAppliedError, match="eager mode"):
+        run(type("Other", (SmallBlock,), {}), hiding)
+
+
+def test_python_code_of_the_block_runs_again() -> None:
+    """As docs/limits.md says: a counter of the block's own is moved once more. For another size it is not."""
+    runs = []
+
+    @torch.compiler.disable
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        runs.append(heads)
+        return F.scaled_dot_product_attention(*heads)
+
+    block = SmallBlock(attend)
+    block.compile(backend="eager")
+    for tokens, expected in ((24, 2), (16, 1), (20, 1)):
+        runs.clear()
+        fastac.checkpoint(block, *small_inputs(tokens).values())
+        assert len(runs) == expected

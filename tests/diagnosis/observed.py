@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -16,7 +17,7 @@ from fastac.backends.plugins import prepare
 from fastac.diagnosis.observer import Observer, PassThrough
 from fastac.engine.tape import Tape
 from fastac.policy import resolve
-from tests.support import run_checkpointed
+from tests.support import run_checkpointed, written_out
 from tests.torch_data import churn, dense, fresh, same_bits
 
 Found = dict[str, Any]
@@ -184,3 +185,27 @@ def changed_by(modes: dict[str, Mode], function: Callable[..., Any], values: Any
         if changed[name] and any(differences(step(function, values), expected) for _ in range(50) if churn()):
             return None
     return changed
+
+
+# Attention that no op shows
+
+
+class PastTheDispatcher(torch.autograd.Function):
+    """Attention by numpy: no op of torch, as a kernel behind ctypes or pybind. Its name does not say attention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        a, b, c = (t.detach().numpy() for t in (q, k, v))
+        weights = np.exp(np.einsum("bhqd,bhkd->bhqk", a, b) * a.shape[-1] ** -0.5)
+        return torch.from_numpy(np.einsum("bhqk,bhkd->bhqd", weights / weights.sum(-1, keepdims=True), c))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            return torch.autograd.grad(written_out(*leaves), leaves, grad)
+
+
+class HiddenAttention(PastTheDispatcher):
+    """The same, but its name says attention."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import fastac
 from fastac import Policy, PolicyNotAppliedError
 from tests import support
-from tests.diagnosis.hidden import HiddenAttention, PastTheDispatcher
+from tests.diagnosis.observed import HiddenAttention, PastTheDispatcher
 from tests.marks import needs_diffusers
 from tests.support import (
     AttentionBlock,
@@ -357,7 +357,7 @@ def test_another_model_that_is_trained_meanwhile_is_no_error() -> None:
         assert_same(train_step(model, inputs), expected)
 
 
-# Later regions of a kind. Other numbers of calls: tests/models/test_quirks.py
+# Later regions of a kind. Other numbers of calls: tests/models/test_parity.py
 
 
 class Alternating(AttentionBlock):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import fastac
 from fastac import PolicyNotAppliedError
 from fastac.engine.process import process
-from tests.diagnosis.hidden import HiddenAttention
+from tests.diagnosis.observed import HiddenAttention
 from tests.diagnosis.test_hidden_functions import hidden as hidden_function
 from tests.support import stack, stack_inputs, train_step
 

@@ -29,8 +29,7 @@ from tests.distributed import ranks
 from tests.distributed.models import flat, sharded, sharded_inside
 from tests.distributed.steps import Setup, assert_trained_alike, measured
 from tests.engine.simulated import simulated
-from tests.model_state import state_of
-from tests.support import assert_same
+from tests.support import assert_same, state_of
 from tests.ways.recipes import WAN, Batch, build, narrow
 
 

@@ -79,7 +79,6 @@ def test_a_backend_is_added_as_the_guide_says(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=240,
-        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     passed = re.search(r"(\d+) passed", ran.stdout)

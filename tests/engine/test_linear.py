@@ -24,8 +24,7 @@ from tests import support
 from tests.engine.cases import Change, add_one, add_one_without_grad, assert_exact, held_bytes, twice
 from tests.hook.hosts import diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
-from tests.model_state import state_of
-from tests.support import AttentionBlock, stack, stack_inputs, train_step
+from tests.support import AttentionBlock, stack, stack_inputs, state_of, train_step
 
 W = support.WIDTH
 

@@ -29,6 +29,6 @@ def test_both_kernels_run_once_per_call(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.slow
 def test_where_nothing_is_saved_it_says_so() -> None:
     environment = {**os.environ, "FASTAC_DISABLE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, EXAMPLE], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, EXAMPLE], env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert re.search(r"attn_only +24 ", done.stdout)

@@ -125,3 +125,19 @@ def step_of(model: torch.nn.Module) -> int:
     support.executions.clear()
     assert_same(plain(train_step(model, support.stack_inputs())), expected)
     return support.executions[support.CPU_ATTENTION]
+
+
+# UNets of 64 pixels
+
+SIZES = {"norm_num_groups": 4, "layers_per_block": 1, "attention_head_dim": 4}
+UNET = SIZES | {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 8,
+}
+ATTENDING = {
+    "down_block_types": ("AttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "AttnUpBlock2D"),
+    "block_out_channels": (8, 8),
+}

@@ -19,9 +19,8 @@ import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests import support
 from tests.hook.hosts import CheckpointsItself, Diffuser, diffuser
-from tests.model_state import state_of
 from tests.support import AttentionBlock as Block
-from tests.support import executions_of, stack_inputs, train_step
+from tests.support import executions_of, stack_inputs, state_of, train_step
 
 # What may be named
 

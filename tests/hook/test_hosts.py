@@ -16,8 +16,7 @@ from fastac import Policy
 from tests import support
 from tests.hook.hosts import HOSTS, Host, diffuser, reference, step_of, wrap_blocks
 from tests.live_bytes import allocated
-from tests.model_state import state_of
-from tests.support import executions_of, stack_inputs, train_step
+from tests.support import executions_of, stack_inputs, state_of, train_step
 
 MIXED = {"blocks.0": "full", "*": "attn_only"}
 SOME = {"blocks.0": "full", "*": "none"}

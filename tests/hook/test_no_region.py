@@ -20,7 +20,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import Policy, PolicyNotAppliedError
 from tests import support
-from tests.hook.hosts import HOSTS, Caller, CheckpointsItself, Diffuser, alone, caller, diffuser, step_of
+from tests.hook.hosts import (
+    ATTENDING,
+    HOSTS,
+    SIZES,
+    UNET,
+    Caller,
+    CheckpointsItself,
+    Diffuser,
+    alone,
+    caller,
+    diffuser,
+    step_of,
+)
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import assert_same, stack, stack_inputs, train_step
 
@@ -329,19 +341,7 @@ def test_a_policy_that_saves_nothing_in_a_function(caplog: pytest.LogCaptureFixt
     assert "long_attn_only" in record.getMessage()
 
 
-SIZES = {"norm_num_groups": 4, "layers_per_block": 1, "attention_head_dim": 4}
-UNET = SIZES | {
-    "block_out_channels": (8, 16),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 8,
-}
 PIXELS, TEXT = torch.ones(1, 4, 8, 8), torch.ones(1, 3, 8)
-ATTENDING = {
-    "down_block_types": ("AttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "AttnUpBlock2D"),
-    "block_out_channels": (8, 8),
-}
 
 
 @pytest.mark.parametrize(

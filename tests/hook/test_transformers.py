@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests import support
-from tests.model_state import state_of
-from tests.support import assert_same, executions_of, pickled, train_step
+from tests.support import assert_same, executions_of, pickled, state_of, train_step
 
 COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -89,7 +89,7 @@ def tiny_model(
     names, which stay as they are: a mask that requires grad would decompose attention.
     """
     tiny = (TINY | IMAGES)[name]
-    if tiny.kind is None:  # what the catalogue has must be there, and more: test_every_class
+    if tiny.kind is None:  # what the catalogue has must be there, and more: test_parity
         pytest.skip(f"diffusers {version('diffusers')} has no {name}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac.errors import FastacError
 from tests.hook.hosts import CheckpointsItself, diffuser
-from tests.model_state import state_of
 from tests.planning import planned
 from tests.planning.planned import COGVIDEOX, WAN, plan_of, stack_inputs, tiny
-from tests.support import AttentionStack, stack
+from tests.support import AttentionStack, stack, state_of
 
 # States
 

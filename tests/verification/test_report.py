@@ -14,7 +14,7 @@ import fastac
 from fastac import Policy
 from tests import compiler, support
 from tests.engine.simulated import simulated
-from tests.hook.hosts import HOSTS, diffuser
+from tests.hook.hosts import ATTENDING, HOSTS, SIZES, UNET, diffuser
 from tests.live_bytes import allocated
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import executions_of, train_step
@@ -140,27 +140,11 @@ def test_a_model_that_is_not_enabled() -> None:
     assert fastac.report(torch.nn.Linear(2, 2)).rows == ()
 
 
-SMALL = {"norm_num_groups": 4, "layers_per_block": 1}
-UNET = SMALL | {
-    "block_out_channels": (8, 16),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 8,
-    "attention_head_dim": 4,
-}
-UNET_2D = SMALL | {
-    "block_out_channels": (8, 8),
-    "down_block_types": ("AttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "AttnUpBlock2D"),
-    "attention_head_dim": 4,
-}
-
-
 def test_models_that_call_fastac_for_other_modules_than_their_lists() -> None:
     """These are shown, where they hold blocks or are in one: inside of a UNet's lists, around an autoencoder's."""
     image, time = torch.randn(1, 4, 8, 8), torch.tensor([1])
     unet = diffusers.UNet2DConditionModel(**UNET)
-    vae = diffusers.AutoencoderKL(**SMALL, block_out_channels=(8,), latent_channels=2)
+    vae = diffusers.AutoencoderKL(norm_num_groups=4, block_out_channels=(8,), latent_channels=2)
     for model, inputs, found in (
         (unet, (image, time, torch.randn(1, 3, 8)), {"down_blocks.0.attentions.0.transformer_blocks": (1, 2)}),
         (vae, (torch.randn(1, 3, 8, 8),), {"encoder": (1, 1), "decoder": (1, 1)}),
@@ -181,7 +165,7 @@ def test_models_that_call_fastac_for_other_modules_than_their_lists() -> None:
         assert total == {unet: 8, vae: 2}[model]
         assert f"{total} of {total} attention forwards are not run again" in str(report)
         assert all("Resnet" not in row.block_class for row in report.rows)
-    other = diffusers.UNet2DModel(in_channels=4, out_channels=4, **UNET_2D)
+    other = diffusers.UNet2DModel(in_channels=4, out_channels=4, **SIZES, **ATTENDING)
     fastac.enable(other)
     other(image, time).sample.sum().backward()
     assert fastac.report(other).problem == "UNet2DModel checkpoints other modules than these: ResnetBlock2D"

@@ -21,8 +21,7 @@ from fastac import FastacError, Policy, PolicyNotAppliedError
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
-from tests.model_state import state_of
-from tests.support import CPU_ATTENTION, AttentionBlock, stack, stack_inputs, train_step
+from tests.support import CPU_ATTENTION, AttentionBlock, stack, stack_inputs, state_of, train_step
 
 WAN = "WanTransformer3DModel"
 
