@@ -433,7 +433,7 @@ KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "returns_part_of_value": lambda out, query, key, value, _: (value[..., :1].expand_as(value),),
     "writes_query": lambda out, query, *_: (out + query.mul_(0.5),),
     "nested": lambda out, *tensors: (F.scaled_dot_product_attention(*tensors[:3]),),
-    "other_statistics": lambda out, query, key, value, count: (out, torch.ones(count)),
+    "other_statistics": lambda out, query, key, value, count: (out, torch.ones((1,) * (1 + count % 3))),
     "without_a_row": lambda out, *_: (out,),
 }
 """What an attention op of the tests' own returns of the output that it computed, its inputs and a number."""
@@ -454,11 +454,11 @@ def _kernel(kind: str) -> tuple[Any, Callable[..., Tensor]]:
 
     value, returns = ("Tensor(b) value", "Tensor(b)") if "value" in kind else ("Tensor value", "Tensor")
     library = support.define_op(
-        f"hostile_{kind}(Tensor query, Tensor key, {value}, int n=0) -> ({returns}, Tensor, Tensor)", run
+        f"hostile_kernel_{kind}(Tensor query, Tensor key, {value}, int n=0) -> ({returns}, Tensor, Tensor)", run
     )
     if kind != "without_a_row":
-        support.register_row(f"hostile_{kind}", "always" if kind == "drawing" else None)
-    return library, support.attention_function(getattr(torch.ops.fastac_tests, f"hostile_{kind}").default)
+        support.register_row(f"hostile_kernel_{kind}", "always" if kind == "drawing" else None)
+    return library, support.attention_function(getattr(torch.ops.fastac_tests, f"hostile_kernel_{kind}").default)
 
 
 def kernel(kind: str, *tokens: Tensor | int) -> Tensor:

@@ -36,7 +36,7 @@ PROMISE = [
 class Step(NamedTuple):
     """Attention kernels in forward and backward, bytes that live from one to the other, and all that was computed.
 
-    Kernels count themselves, and torch's profiler lists allocations: neither is fastac's own figure.
+    Kernels count themselves. Bytes are those of the allocator, as torch's profiler lists them.
     """
 
     forward: int
@@ -70,7 +70,7 @@ without_fastac = functools.cache(step)
 
 @pytest.mark.parametrize(("policy", "forward", "backward", "outputs"), PROMISE, ids=str)
 def test_each_policy_runs_and_holds_what_it_says(policy: Any, forward: int, backward: int, outputs: int) -> None:
-    """Beside the little that torch's checkpointing holds. It computes what the model does without, bit for bit."""
+    """Held bytes are those beyond torch's checkpointing. A step computes what the model does without, bit for bit."""
     done = step(policy)
     assert (done.forward, done.backward) == (forward, backward)
     assert done.held - without_fastac("torch").held == outputs * OUTPUT

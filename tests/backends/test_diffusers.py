@@ -18,7 +18,7 @@ from tests.support import state_of
 
 EVERY = [backend.value for backend in AttentionBackendName]
 SERVED = [name for name in EVERY if name in BACKENDS and BACKENDS[name].verdict in (Verdict.SAVABLE, Verdict.OPAQUE)]
-REFUSED = {name: BACKENDS[name].reason for name in EVERY if name not in SERVED}
+REFUSED = {name: BACKENDS[name].reason for name in EVERY if name in BACKENDS and name not in SERVED}
 NO_TRAINING = ["_flash_3", *(name for name in EVERY if "sage" in name)]
 
 

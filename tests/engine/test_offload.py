@@ -373,13 +373,13 @@ def test_host_memory_is_not_handed_out_while_it_is_written(device: Simulated) ->
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_step_without_a_guard(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, model = train(stack(layers=LAYERS)), stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
     monkeypatch.setattr(*GUARDS[guard])
-    with simulated() as found:
-        try:
-            test_host_memory_is_not_handed_out_while_it_is_written(found)
-        except (FastacError, AssertionError):  # which may come first
-            return
-    assert found.faults
+    with simulated() as device, contextlib.suppress(FastacError):  # which may come first
+        if guard == "handed out early":
+            model(**stack_inputs())
+        found = train(model)
+        assert device.faults or any(not torch.equal(found[name], one) for name, one in expected.items())
 
 
 def test_one_region_is_prefetched(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
