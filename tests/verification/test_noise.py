@@ -324,6 +324,7 @@ def test_other_attention_kernels_than_in_training_are_named() -> None:
         (torch.tensor([math.inf]), torch.tensor([-math.inf]), math.inf),
         (torch.tensor([math.inf]), torch.tensor([math.nan]), math.inf),
         (torch.tensor([math.inf]), torch.tensor([1.0]), math.inf),
+        (torch.ones(1), torch.ones(2), math.inf),
         (torch.tensor([2**60]), torch.tensor([2**60 + 1]), torch.finfo(torch.float64).eps),
         (torch.tensor([0.0, 4.0]).to_sparse(), torch.tensor([0.0, 2.0]).to_sparse(), 0.5),
     ],
