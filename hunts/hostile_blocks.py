@@ -463,6 +463,7 @@ def table(counts: Counter[Verdict]) -> str:
 def main(first: int, last: int | None = None) -> None:
     torch.set_num_threads(1)
     logging.disable()
+    warnings.simplefilter("ignore")
     failed = [first]
     if last is not None:
         counts, failed = count(range(first, last))

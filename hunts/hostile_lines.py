@@ -565,12 +565,18 @@ class SavesOutput(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0]
 
 
-class WritesSaved(torch.autograd.Function):
+class ReadsTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x.square()
 
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (ctx.saved_tensors[0] + ctx.saved_tensors[0]) * gradient
+
+
+class WritesSaved(ReadsTwice):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.saved_tensors[0].mul_(2) * gradient
@@ -597,17 +603,6 @@ class WritesInput(torch.autograd.Function):
         return gradient * 2
 
 
-class ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (ctx.saved_tensors[0] + ctx.saved_tensors[0]) * gradient
-
-
 class KeepsOnContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -619,12 +614,7 @@ class KeepsOnContext(torch.autograd.Function):
         return ctx.kept * gradient
 
 
-class DrawsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
+class DrawsInBackward(ReadsTwice):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         drawn = torch.rand_like(gradient)

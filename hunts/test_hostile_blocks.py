@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from hunts import hostile_blocks
 from hunts.hostile_blocks import KNOWN, ORDERED, WRITTEN, Program, check, shortest
+from hunts.hostile_lines import KERNELS, W, kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,3 +66,11 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_known_is_documented(words: str) -> None:
     text = re.sub(r"[\s*]+", " ", LIMITS.read_text(encoding="utf-8"))
     assert words in text
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_hostile_kernel_runs(kind: str) -> None:
+    """Else programs with it would raise in any case, which shows nothing."""
+    for count in range(4):
+        tensors = [torch.randn(2, 4, W, requires_grad=True) * 1 for _ in range(3)]
+        kernel(kind, *tensors, count).sum().backward()
