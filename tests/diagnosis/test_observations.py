@@ -96,13 +96,14 @@ def rows(step: int) -> list[torch.Tensor]:
         (lambda step: {"info": {f"row {n}": row for n, row in enumerate(rows(step))}}, LENGTHS + 1),
         (lambda step: {f"row {step}": torch.ones(1)}, LENGTHS + 1),
         (lambda step: {"info": [bool(step & 2**bit) for bit in range(6)]}, 3 * LENGTHS + 3),
+        (lambda step: {f"flag {bit}": bool(step & 2**bit) for bit in range(9)}, 257),
     ],
-    ids=["string", "key", "inside", "list that grows", "dict that grows", "keyword", "flags"],
+    ids=["string", "key", "inside", "list that grows", "dict that grows", "keyword", "flags", "many flags"],
 )
 def test_inputs_that_are_new_in_each_step(inputs: Any, most: int) -> None:
     """What no op can see makes no kinds, and lengths are bounded as shapes are."""
     block = Block()
-    for step in range(STEPS):
+    for step in range(most + LENGTHS):
         hidden = torch.randn(1, 8, 16, requires_grad=True)
         fastac.checkpoint(block, hidden, policy="attn_only", **inputs(step)).sum().backward()
     assert 1 <= block.observed <= most

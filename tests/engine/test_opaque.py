@@ -462,8 +462,11 @@ def test_inputs_on_the_context_leak_no_graph() -> None:
 
 
 @pytest.mark.usefixtures("functions_as_before")
-def test_a_pattern_that_fits_modules_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No module is asked for a name that it would have to load. One whose import is not complete may get it later."""
+def test_a_pattern_that_fits_other_modules(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """No module is asked for a name that it would have to load. One whose import is not complete may get it later.
+
+    One that is visible already keeps the options that the user gave.
+    """
 
     class Lazy(types.ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -472,8 +475,10 @@ def test_a_pattern_that_fits_modules_without_the_function(monkeypatch: pytest.Mo
     holds: Any = types.ModuleType("tests_holds_it")
     held = type("HeldThere", (Parent,), {})
     opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name="HeldThere"))
-    for one in (holds, Lazy("tests_lazy"), object()):
+    fastac.make_visible(Parent, **PLAIN)
+    for one in (holds, Lazy("tests_lazy"), types.SimpleNamespace(__name__="tests_visible", HeldThere=Parent), object()):
         monkeypatch.setitem(sys.modules, getattr(one, "__name__", "tests_no_module"), one)
         opaque.make_known_visible()
         holds.HeldThere = held
     assert opaque.is_visible(held)
+    assert not caplog.records
