@@ -327,11 +327,6 @@ def test_arguments_that_are_not_what_was_said(options: dict[str, str], given: An
         fastac.checkpoint(lambda q: made.apply(q, given), torch.ones(1, 2, 3, 4).requires_grad_())
 
 
-class Apart(Simple):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("made", "options", "message"),
     [
@@ -339,9 +334,8 @@ class Apart(Simple):
         (function(), {"dropout": "nothing"}, "no argument 'nothing'"),
         (function(), {"layout": "hsbd"}, "layout 'hsbd'"),
         (function(), {"name": "not a name"}, "name"),
-        (Apart, {}, r"Apart.*setup_context"),
+        (type("Apart", (Simple,), {"setup_context": staticmethod(print)}), {}, r"Apart.*setup_context"),
     ],
-    ids=["key", "dropout", "layout", "name", "setup_context"],
 )
 def test_what_is_refused_changes_nothing(made: Any, options: dict[str, str], message: str) -> None:
     forward = made.forward
