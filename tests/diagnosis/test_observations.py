@@ -82,27 +82,24 @@ def test_lengths_that_never_repeat(calls: Any, way: str) -> None:
     assert sum(map(len, process.kinds.values())) == LENGTHS + 1
 
 
-def rows(step: int) -> list[torch.Tensor]:
-    return [torch.randn(1, 2, 16) for _ in range(step + 1)]
-
-
 @pytest.mark.parametrize(
     ("inputs", "most"),
     [
         (lambda step: {"prompt": f"prompt {step}"}, 1),
         (lambda step: {"info": {f"sample {step}": torch.ones(1)}}, 1),
         (lambda step: {"info": [{"id": str(step)}, (1.5 * step, "video")]}, 1),
-        (lambda step: {"info": rows(step)}, LENGTHS + 1),
-        (lambda step: {"info": {f"row {n}": row for n, row in enumerate(rows(step))}}, LENGTHS + 1),
+        (lambda step: {"info": [torch.randn(1, 2, 16) for _ in range(step + 1)]}, LENGTHS + 1),
+        (lambda step: {"info": {f"row {n}": torch.randn(1, 2, 16) for n in range(step + 1)}}, LENGTHS + 1),
         (lambda step: {f"row {step}": torch.ones(1)}, LENGTHS + 1),
         (lambda step: {"info": [bool(step & 2**bit) for bit in range(6)]}, 3 * LENGTHS + 3),
+        (lambda step: {f"flag {bit}": bool(step & 2**bit) for bit in range(9)}, 257),
     ],
-    ids=["string", "key", "inside", "list that grows", "dict that grows", "keyword", "flags"],
+    ids=["string", "key", "inside", "list that grows", "dict that grows", "keyword", "flags", "many flags"],
 )
 def test_inputs_that_are_new_in_each_step(inputs: Any, most: int) -> None:
     """What no op can see makes no kinds, and lengths are bounded as shapes are."""
     block = Block()
-    for step in range(STEPS):
+    for step in range(most + LENGTHS):
         hidden = torch.randn(1, 8, 16, requires_grad=True)
         fastac.checkpoint(block, hidden, policy="attn_only", **inputs(step)).sum().backward()
     assert 1 <= block.observed <= most

@@ -99,8 +99,7 @@ def plain_plan() -> fastac.Plan:
     return fastac.plan(*tiny(WAN, torch.bfloat16, lora=4))
 
 
-NEEDS = {"leaves, on disk": [needs_diffusers("0.36")]}
-CASES = [pytest.param(way, False, marks=NEEDS.get(way, [])) for way in WAYS]
+CASES = [pytest.param(way, False, marks=[needs_diffusers("0.36")] * (way == "leaves, on disk")) for way in WAYS]
 
 
 @pytest.mark.parametrize(("way", "enabled"), [*CASES, ("blocks", True)])

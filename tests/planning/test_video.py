@@ -91,7 +91,10 @@ def test_the_longest_video_is_one_that_the_model_takes(plans: Plans) -> None:
 
 @pytest.mark.slow
 def test_the_longest_video_fits(plans: Plans) -> None:
-    """To the byte, though most lengths are not simulated: bytes grow on a line. Within a budget, too."""
+    """To the byte, though most lengths are not simulated: bytes grow on a line. Within a budget, too.
+
+    But a video of one token does not do what others do: then each length is simulated.
+    """
     with planned.exact():
         rows = plans(41)["rows"]
         budget = ("--budget", "20000B", "--offload")
@@ -103,6 +106,9 @@ def test_the_longest_video_fits(plans: Plans) -> None:
         frames = largest["within 19.5 KiB, offload"]
         fits, does_not = (plans(one, *budget)["policies"][-1]["peak_bytes"] for one in (frames, frames + 4))
         assert fits <= memory < does_not
+        token = ("--height", "16", "--width", "16")
+        memory = plans(41, *token)["rows"]["full"]["peak_bytes"]
+        assert plans(1, *token, "--memory", f"{memory}B")["largest"]["full"] == 41
 
 
 def test_a_search_ends_where_short_videos_are_refused(plans: Plans) -> None:

@@ -188,15 +188,17 @@ def test_it_is_the_best_of_all(caplog: pytest.LogCaptureFixture) -> None:
             if hidden:
                 assert found.recomputed_flops <= min(row.recomputed_flops for row in hidden)
                 assert not caplog.messages
-            else:  # copies may take longer
-                assert caplog.messages[-1].startswith("plan: nothing fits without copies to the host that need ")
 
 
-def test_a_memory_in_which_nothing_fits() -> None:
+def test_a_memory_in_which_nothing_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """But with copies that the device waits for; and not with these either."""
     with planned.exact():
         plan = fastac.plan(stack(layers=4), stack_inputs(8192), blocks="blocks")
         least = plan.policies[1].peak_bytes
         assert planned.row_of(plan, plan.within(memory=least)).peak_bytes == least
+        waits = plan.within(memory=plan.policies[4].peak_bytes, host=plan.policies[4].host_bytes, gbps=1e-3)
+        assert any(policy.offload for policy in waits.values())
+        assert "plan: nothing fits without copies to the host that need " in caplog.text
         for host in (0, "1B"):  # a byte of the host is of no use
             with pytest.raises(FastacError) as refused:
                 plan.within(memory=least - 1, host=host)
