@@ -215,6 +215,9 @@ def test_what_is_given_is_checked() -> None:
     for options in ({"memory": "16"}, {"host": -1}, {"gbps": 0}, {"tflops": "fast"}, {"optimizer": "lion"}):
         with pytest.raises(FastacError):
             Auto(**options)
+    for like, momentum, name in (("AdamW8bit", 0, "adamw8bit"), ("SGD", 0, "sgd"), ("SGD", 0.9, "adamw")):
+        optimizer = type(like, (torch.optim.SGD,), {})([torch.zeros(1)], momentum=momentum)
+        assert support.pickled(Auto(optimizer=optimizer)).optimizer == name
     with pytest.raises(FastacError, match="plans a whole model"):
         fastac.checkpoint(torch.nn.Linear(2, 2), torch.ones(1, 2), policy="auto")
 
