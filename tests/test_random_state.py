@@ -32,7 +32,7 @@ import torch
 import fastac
 from fastac.engine.generators import generators_preserved
 from tests import support
-from tests.models.tiny import TINY
+from tests.cli.conftest import configuration
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -256,9 +256,8 @@ def command(name: str) -> None:
     """The command as it is installed, on a small model, with all that it prints and draws."""
     (installed,) = entry_points(group="console_scripts", name="fastac")
     with tempfile.TemporaryDirectory() as folder, unmoved():
-        path = Path(folder, "config.json")
-        path.write_text(json.dumps({"_class_name": WAN, **TINY[WAN].config}))
-        small = [str(path), "--frames", "5", "--height", "32", "--width", "48", "--text-tokens", "8"]
+        path = configuration(Path(folder), WAN)
+        small = [path, "--frames", "5", "--height", "32", "--width", "48", "--text-tokens", "8"]
         more = {"backends": ["--all"], "plan": [*small, "--plot", str(Path(folder, "plan.svg"))], "bench": small}
         sys.argv = ["fastac", name, *more[name]]
         assert not installed.load()()
