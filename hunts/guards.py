@@ -73,7 +73,7 @@ def first_failure(copy: Path, *tests: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *tests], cwd=copy, env=environment, text=True, capture_output=True, check=False)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE)
-    return failed[1] if failed is not None else done.stdout[-300:] if done.returncode else ""
+    return failed[1] if failed is not None else (done.stdout + done.stderr)[-300:] if done.returncode else ""
 
 
 def verdict(copy: Path, guard: Guard) -> str:
@@ -89,8 +89,8 @@ def verdict(copy: Path, guard: Guard) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hunts.guards", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="%(default)s if not given")
+    parser.add_argument("--count", type=int, default=10, help="how many; %(default)s if not given")
     arguments = parser.parse_args()
     chosen = random.Random(arguments.seed).sample(list(guards()), arguments.count)
     survived = 0

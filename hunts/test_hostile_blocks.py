@@ -1,6 +1,6 @@
 """Thousands of random hostile programs, exact or refused: hunts/hostile_blocks.py says what they are.
 
-`make soak ARGS="-rP hunts/test_hostile_blocks.py"` prints what came of how many.
+`python -m pytest -m soak -rP hunts/test_hostile_blocks.py` prints what came of how many.
 """
 
 from __future__ import annotations
