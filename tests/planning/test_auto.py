@@ -175,7 +175,7 @@ def test_an_optimizer_that_appears_late(optimizer: str | None) -> None:
 
 
 def test_a_step_that_takes_more_is_planned_again_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By the allocator's peak in the second step; and with the states of AdamW that never came."""
+    """By the allocator's peak in the second step; and with the states of AdamW that never came. It asks no rank."""
     caplog.set_level(logging.INFO, "fastac")
     model, inputs = stack(layers=LAYERS), stack_inputs(256)
     with enabled(model, inputs, 0.5) as device:
@@ -185,7 +185,7 @@ def test_a_step_that_takes_more_is_planned_again_once(caplog: pytest.LogCaptureF
             run(model, inputs)
             saved.append(saved_by(model))
     assert saved[0] == saved[1] > saved[2] == saved[3]
-    assert sum("plans again" in text for text in caplog.messages) == 1
+    assert sum("plans again" in text or "rank" in text for text in caplog.messages) == 1
     model = stack(layers=LAYERS)
     with enabled(model, inputs, 0.1, optimizer="adamw") as device:
         optimizer = torch.optim.SGD(model.parameters(), foreach=False)
