@@ -165,7 +165,6 @@ def test_what_is_on_the_host_stays_there() -> None:
             assert kind in held
         assert line.endswith('fastac.enable(model, policy=fastac.Policy("full", offload="inputs"))')
         (row,) = fastac.report(model).rows
-        assert row.offloaded is not None
         assert row.offloaded.copies == 3  # to the host, and none back
         del graph
     assert not device.faults

@@ -44,7 +44,6 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[di
             optimizer.step()
             optimizer.zero_grad()
             enabled = enabled_on(model)
-            assert enabled is not None
             chosen.append({name: str(enabled.policy_of(block)) for name, block in enabled.blocks.items()})
     return chosen
 
@@ -73,7 +72,6 @@ def _planned_and_saved() -> tuple[int, int]:
     fastac.enable(model, blocks="blocks")
     model(**inputs)
     (row,) = fastac.report(model).rows
-    assert row.communication is not None
     return planned.saved_bytes, row.saved_bytes + row.communication.saved_bytes
 
 

@@ -82,7 +82,6 @@ def test_a_backend_is_added_as_the_guide_says(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None
     assert int(passed[1]) == 8, "test_op, test_flops, test_function and the parity tests of two cases"
     assert "skipped" not in ran.stdout
 

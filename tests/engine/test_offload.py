@@ -334,6 +334,14 @@ def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None
         assert "3.0 KiB on the host" in str(fastac.report(model))
 
 
+def test_a_cpu_waits_for_its_copies() -> None:
+    model = Leading(Policy("full", offload=True), 3, lambda: AttentionBlock(attend=lambda query, *_: query))
+    video = torch.ones(1, 2**15, 16, requires_grad=True)
+    model(video, stack_inputs()["text"]).sum().backward()
+    (row,) = fastac.report(model).rows
+    assert row.offloaded.waited_bytes == (2**21,)
+
+
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
 def test_late_copies(policy: Policy, device: Simulated) -> None:
     """Two blocks stay, two more are on their way to the host, and one is on its way back. Most copies last while a

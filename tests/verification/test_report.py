@@ -215,7 +215,6 @@ def test_blocks_without_gradients_count_nowhere(host: str) -> None:
     with simulated():
         model(**inputs)
         (row,) = fastac.report(model).rows
-    assert row.offloaded is not None
     assert (row.offloaded.host_bytes, row.offloaded.device_bytes, row.offloaded.copies) == (0, 0, 0)
 
 
