@@ -199,7 +199,7 @@ class Row:
     unseen: int
 
     def is_off(self) -> bool:
-        return self.unseen != 0 or self.held_by_blocks != (self.least or self.held_by_blocks)
+        return self.unseen != 0 or self.least not in (None, self.held_by_blocks)
 
 
 def measure(case: Case, policy: str, layers: int, dtype: torch.dtype) -> Row:
