@@ -25,7 +25,7 @@ from rich.table import Table
 import fastac
 from common import parser, positive, write_result
 from fastac.cli.measuring import take_turns
-from fastac.engine import generators, offload, region, torch_private
+from fastac.engine import beginning, offload, recompute, region, torch_private
 from fastac.engine.blocks import BlockState, state_of
 from fastac.policy import Policy
 from host_time import hooks_alone
@@ -101,7 +101,7 @@ def steps_of_a_tensor() -> dict[str, float]:
     before = torch_private.metadata(tensor)
 
     def slot() -> None:
-        one = region.Slot()
+        one = recompute.Slot()
         one.metadata = before
         weakref.ref(one)()
 
@@ -111,14 +111,16 @@ def steps_of_a_tensor() -> dict[str, float]:
         ),
         "a slot, and a weak reference to it": microseconds(slot),
         "the tensor without its graph": microseconds(lambda: tensor.data if tensor.requires_grad else tensor),
-        "which backward asks": microseconds(torch_private.backward_key),
+        "which backward asks": microseconds(
+            lambda: torch_private.graph_exec_group() or torch_private.running_backward()
+        ),
     }
 
 
 def steps_of_a_region(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Microseconds of each step that `hooks alone` leaves out."""
     tensor = torch.randn(8, requires_grad=True)
-    states = generators.current_states((tensor,))
+    states = beginning.current_states((tensor,))
 
     block = torch.nn.Identity()
     fastac.checkpoint(block, tensor, policy="full").sum().backward()
@@ -129,17 +131,17 @@ def steps_of_a_region(measured: dict[str, tuple[float, float]]) -> dict[str, flo
         return fastac.checkpoint(block, tensor, policy="full")
 
     def frame() -> Any:
-        return region.Region(block, (tensor,), {}, [block], state, None).forward((tensor,))
+        return region.Region(beginning.Beginning(block, (tensor,), {}, [block], state), None).forward((tensor,))
 
     return {
         "early stop": measured["full"][0] - measured["full, no early stop"][0],
-        "generators read twice, put back twice": 2 * microseconds(lambda: generators.current_states((tensor,)))
-        + 2 * microseconds(lambda: generators.set_states(states)),
+        "generators read twice, put back twice": 2 * microseconds(lambda: beginning.current_states((tensor,)))
+        + 2 * microseconds(lambda: beginning.set_states(states)),
         "inputs saved as autograd does, and asked back": microseconds(
             lambda: torch_private.unpack(torch_private.save((tensor,)))
         ),
         "autocast and default device, looked at twice": 2
-        * microseconds(lambda: (region._autocast(), torch_private.default_device())),
+        * microseconds(lambda: (beginning.autocast_state(), torch_private.default_device())),
         "what is called, under which policy, in which trace": microseconds(call) - microseconds(frame),
     }
 

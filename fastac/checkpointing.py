@@ -26,7 +26,8 @@ from fastac.compiled import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observation import Observation
 from fastac.diagnosis.observer import PassThrough
-from fastac.engine import interception, kinds, linear, module_state, offload, torch_private
+from fastac.engine import interception, kinds, linear, offload, torch_private
+from fastac.engine.beginning import Beginning, Draws
 from fastac.engine.blocks import block_of, describe, is_compiled, modules_in, modules_run_by, signature, state_of
 from fastac.engine.process import process
 from fastac.engine.region import Region
@@ -144,10 +145,8 @@ def _is_eager(args: Any, kwargs: Any, debug: bool) -> bool:
     return (
         not torch.compiler.is_dynamo_compiling()
         and torch.is_grad_enabled()
-        and not torch_private.in_export()
-        and not torch_private.in_proxy_trace()
         and not (DISABLED or torch_private.in_debug_mode(debug))
-        and not any(map(torch_private.is_fake, (*args, *kwargs.values())))
+        and not torch_private.is_traced((*args, *kwargs.values()))
     )
 
 
@@ -224,7 +223,7 @@ class _RegionCall:
             stash = offload.Stash(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             self.kind = self._kind()
-            is_observed = self.kind.first is None or self.observed_state.is_watched(self.kind)
+            is_observed = self.kind.first is None or self.observed_state.watched.get(self.kind, False)
             # A kind may be seen first in a step that compares nothing, when a block takes a branch for the first time.
             compares_values = compares_values or (is_observed and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks)
@@ -235,20 +234,27 @@ class _RegionCall:
         modules = [self.block] if self.block is not None else modules_run_by(function, self.args, self.kwargs)
         # Some functions of torch take another path under any mode. Recompute gets one if the forward has one.
         has_mode = torch_private.in_dispatch_mode() or (observation is not None and observation.observer is not None)
-        region = Region(
+        beginning = Beginning(
             function,
             self.args,
             self.kwargs,
             modules,
             state,
-            tape,
-            preserve_rng_state=preserve_rng_state,
-            early_stop=early_stop,
-            compares_metadata=determinism_check == "default",
-            compares_values=compares_values,
-            stash=stash,
-            snapshot=module_state.begin(modules, compares_values),
+            draws=preserve_rng_state,
+            looks=compares_values,
             mode=PassThrough if has_mode else None,
+        )
+        compares_metadata = determinism_check == "default"
+        compares_values = compares_values and compares_metadata
+        draws = Draws((*self.args, *self.kwargs.values())) if compares_values and not preserve_rng_state else None
+        region = Region(
+            beginning,
+            tape,
+            draws,
+            compares_metadata=compares_metadata,
+            compares_values=compares_values and preserve_rng_state,
+            early_stop=early_stop,
+            stash=stash,
         )
         if tape is None:
             outputs = region.forward(self.args)
@@ -310,8 +316,10 @@ class _RegionCall:
             if self.policy.linear and self.block is not None:
                 linear.check_called(self.policy, tape.products, self.block, describe(self.function))
             self._remember(result, tape)
-        elif self.observed_state.is_watched(self.kind):  # else another thread ran the first region meanwhile
-            self.observed_state.observed(self.kind, is_fewer=result.count < first.count)
+        elif result.count < first.count:
+            self.observed_state.watched[self.kind] = False
+        else:
+            self.observed_state.watched.pop(self.kind, None)
         self._note(region, result, tape, graphs.time())
         return outputs
 
@@ -336,7 +344,7 @@ class _RegionCall:
                 # Compiled code can only be observed by running it again, and ranks may communicate in it.
                 diagnosis.warn_of_fewer(self.function)
             elif result.count < first.count:
-                self.observed_state.watch(self.kind)
+                self.observed_state.watched.setdefault(self.kind, True)
         self._note(region, result, tape, compilations)
         return outputs
 

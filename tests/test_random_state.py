@@ -30,7 +30,7 @@ import pytest
 import torch
 
 import fastac
-from fastac.engine.generators import generators_preserved
+from fastac.engine.beginning import generators_preserved
 from tests import support
 from tests.cli.conftest import configuration
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from fastac import registry
 from fastac.engine import interception, opaque
-from fastac.engine.generators import generators_preserved
+from fastac.engine.beginning import generators_preserved
 from fastac.errors import FastacError
 from fastac.registry import OpaqueFunction, Row
 

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fastac import hook
 from fastac.cli import version
 from fastac.engine import host_memory
+from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import state_of
-from fastac.engine.generators import generators_preserved
 from fastac.engine.process import process
 from fastac.engine.torch_private import profiled_events, profiler, tree_map
 from fastac.errors import FastacError, readable_bytes

@@ -10,8 +10,8 @@ import torch
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
+from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import module_of, modules_run_by
-from fastac.engine.generators import generators_preserved
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import thread
 from fastac.engine.region import unchanged

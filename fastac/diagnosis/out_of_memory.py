@@ -105,7 +105,7 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
             contents = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
             values += [(contents, int(entry.keys), value) for value in entry.held]
         values += [("inputs", 0, value) for value in _inputs(region)]
-        copies = region.snapshot.copies if region.snapshot is not None else {}
+        copies = region.beginning.snapshot.copies if region.beginning.snapshot is not None else {}
         values += [("buffers", 0, copy) for copy in copies.values()]
         for contents, keys, value in values:
             key: object
@@ -130,8 +130,8 @@ def _inputs(region: Region) -> Iterable[Any]:
     if region.stash is not None and region.stash.takes_inputs:
         return [storage for storage in region.stash.storages if storage.input_of is not None]
     # Slots of a checkpoint around the region hold nothing, and to unpack them would run that checkpoint's recompute.
-    args = () if region.in_checkpoint else torch_private.unpack(region.args)
-    return torch_private.tree_leaves((args, region.kwargs))
+    args = () if region.in_checkpoint else torch_private.unpack(region.beginning.args)
+    return torch_private.tree_leaves((args, region.beginning.kwargs))
 
 
 def _way_out(regions: Sequence[Region], held: Sequence[_Held], may_be_host: bool) -> str:

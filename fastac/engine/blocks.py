@@ -32,10 +32,6 @@ _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 partial of `new_forward`."""
 
 
-WATCHED = 8
-"""So many regions of a block are observed, at most, after one that made fewer attention calls than the first."""
-
-
 @dataclasses.dataclass
 class BlockState:
     """What is known of one block. A copy of the block takes over its name and `offloading`, and nothing else."""
@@ -52,9 +48,9 @@ class BlockState:
     """The kind of its latest region."""
     attached: set[Sequence[str]] = dataclasses.field(default_factory=set)
     """Names of Linear modules, as policies have them, whose modules have hooks."""
-    watched: dict[Kind, int] = dataclasses.field(default_factory=dict)
-    """Kinds in which a region made fewer attention calls than the first: how many regions are still to be observed.
-    They may call attention that no op shows. 0: fewer calls are normal (layer drop, a branch)."""
+    watched: dict[Kind, bool] = dataclasses.field(default_factory=dict)
+    """Kinds in which a region made fewer attention calls than the first. True: the next region is observed, because it
+    may hide attention. False: an observed one made fewer calls as well and hid none (layer drop, a branch)."""
     latest: RegionResult | None = None
     """The result of its latest region, for reports."""
     communication: Communication | None = None
@@ -72,8 +68,6 @@ class BlockState:
     """It draws from Python's generator or numpy's, as a step that compares values has shown."""
     writes: bool | None = None
     """It writes its own weights. None until a recompute has shown whether it does."""
-    saves_early: bool = False
-    """The op that saves the last tensors writes them afterwards: recompute must not end before that."""
     rewritten: set[str] = dataclasses.field(default_factory=set)
     """"weights" or "inputs", if somebody writes these before recompute and their values stay equal, as a compared step
     has shown."""
@@ -95,21 +89,6 @@ class BlockState:
             self.step, self.recomputed = self.step + 1, False
         # True for 0 and the powers of two: a change that lasts is found soon, and a long run hardly pays for it.
         return self.step & (self.step - 1) == 0
-
-    def watch(self, kind: Kind) -> None:
-        """A region made fewer attention calls than the first of its kind: observe the next ones, once in a run."""
-        if len(self.watched) >= MANY:
-            self.watched.clear()
-        # A value of 0 stays: fewer calls were found to be normal for this kind.
-        self.watched.setdefault(kind, WATCHED)
-
-    def is_watched(self, kind: Kind) -> bool:
-        """Whether the next region of a kind is observed."""
-        return self.watched.get(kind, 0) > 0
-
-    def observed(self, kind: Kind, is_fewer: bool) -> None:
-        """A region of a watched kind was observed, and hides no attention. is_fewer: it made fewer calls as well."""
-        self.watched[kind] = 0 if is_fewer else self.watched[kind] - 1
 
     def __reduce__(self) -> Any:
         # A copied or unpickled block has run no region yet, and a lock cannot be pickled.

@@ -13,48 +13,33 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastac.engine import torch_private
+from fastac.engine.beginning import Beginning
 from fastac.engine.blocks import MANY, block_of, describe, globals_of, held_by, is_compiled
-from fastac.engine.process import process, thread
-
-if TYPE_CHECKING:
-    from fastac.engine.region import Region
-
-_SDPA = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "mem_efficient", "MATH": "math"}
-"""Backends of scaled_dot_product_attention, with their names in torch.backends.cuda."""
+from fastac.engine.process import thread
 
 
-def settings() -> dict[str, str]:
-    """What contexts around a model set, and recompute does not: how a sentence on it begins, and the value."""
-    allowed = [name for name, word in _SDPA.items() if getattr(torch.backends.cuda, f"{word}_sdp_enabled")()]
-    return {
-        "The stance of torch.compiler was": f'"{torch_private.stance()}"',
-        "torch.nn.attention.sdpa_kernel allowed": ", ".join(allowed),
-        **{name: read() for name, read in process.settings.items()},
-    }
-
-
-def likely_causes(region: Region) -> str:
+def likely_causes(beginning: Beginning) -> str:
     """The sentences, as a line with its line break; "" if there are none."""
-    function = region.function
-    sentences = [*_contexts(region), *_choices(), *_hooks(function), *_generators(region), *_budget(function)]
+    function = beginning.function
+    sentences = [*_contexts(beginning), *_choices(), *_hooks(function), *_generators(beginning), *_budget(function)]
     return " ".join(sentences) + "\n" * bool(sentences)
 
 
-def _contexts(region: Region) -> Iterator[str]:
+def _contexts(beginning: Beginning) -> Iterator[str]:
     """About contexts that were open when the forward began, or are in recompute."""
-    for name, now in region.settings_now.items():
-        before = region.settings.get(name, now)  # a library may have come since
+    for name, now in beginning.settings_now.items():
+        before = beginning.settings.get(name, now)  # a library may have come since
         # Under that stance the first call of compiled code runs eagerly, and later ones do not.
         if before != now or now == '"eager_then_compile"':
             kept = '"default"' if "compiler" in name else "the same"
             yield f"{name} {before} in the forward and {now} in recompute: keep {kept} until backward is done."
-    if region.user_hooks is not None:
-        pack = describe(region.user_hooks[0])
+    if beginning.user_hooks is not None:
+        pack = describe(beginning.user_hooks[0])
         yield f'saved_tensors_hooks ({pack}) pack its inputs. If they are lossy on purpose: determinism_check="none".'
 
 
@@ -93,12 +78,14 @@ def _package(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-def _generators(region: Region) -> Iterator[str]:
+def _generators(beginning: Beginning) -> Iterator[str]:
     """About generators that the block has, or is given."""
     # fastac restores the default generators. Nobody can tell which of other generators a block draws from.
-    forward = type(region.function).forward if isinstance(region.function, torch.nn.Module) else region.function
-    candidates = [("", value) for value in (*region.kwargs.values(), *held_by(forward), *globals_of(forward))]
-    for module in region.modules:
+    forward = (
+        type(beginning.function).forward if isinstance(beginning.function, torch.nn.Module) else beginning.function
+    )
+    candidates = [("", value) for value in (*beginning.kwargs.values(), *held_by(forward), *globals_of(forward))]
+    for module in beginning.modules:
         for prefix, inner in itertools.islice(module.named_modules(), MANY):  # a closure may hold the whole model
             candidates += [(f"{prefix}.{name}".lstrip("."), value) for name, value in vars(inner).items()]
     numpy = sys.modules.get("numpy.random")

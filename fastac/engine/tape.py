@@ -17,8 +17,8 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
+from fastac.engine.beginning import Draws, States, devices_of, generator_state, set_states
 from fastac.engine.collectives import Communication
-from fastac.engine.generators import Draws, States, devices_of, generator_state, set_states
 from fastac.engine.offload import Stash, StashedTensor
 from fastac.engine.process import process, thread
 from fastac.engine.results import Call, Product, RegionResult

@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastac.backends.plugins import prepare
 from fastac.compiled import tracing
 from fastac.compiled.graphs import is_attention
-from fastac.engine import generators, releases
+from fastac.engine import releases
+from fastac.engine.beginning import devices_of, generators_preserved
 from fastac.engine.torch_private import is_fake, tree_leaves, tree_map
 from fastac.errors import FastacError
 from fastac.graph import torch_private
@@ -125,7 +126,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
     mode, inputs = torch_private.fakes_of(real)
     torch_state, python_state = torch.get_rng_state(), random.getstate()
-    with generators.generators_preserved():
+    with generators_preserved():
         with tracing.expected(model), torch_private.tracing(mode, fakes):
             graph_module = make_fx(flat)(*inputs)
         # Operators on fake tensors draw nothing: only a seed, or Python code, moves these states.
@@ -194,7 +195,7 @@ def _describe(
         if isinstance(value, torch.Tensor):
             same = first.setdefault(id(value), name)
             described[name] = tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, same
-    for device_type in {device.type for device in generators.devices_of(values.values())}:
+    for device_type in {device.type for device in devices_of(values.values())}:
         if torch.amp.is_autocast_available(device_type):
             enabled = torch.is_autocast_enabled(device_type)
             described[f"autocast on {device_type}"] = torch.get_autocast_dtype(device_type) if enabled else "off"

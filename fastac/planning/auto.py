@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import host_memory, kinds, torch_private
+from fastac.engine.beginning import autocast_state
 from fastac.engine.blocks import signature
 from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
 from fastac.engine.ranks import least
-from fastac.engine.region import autocast_state
 from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.engine import flops, linear, torch_private
+from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import block_of, describe
-from fastac.engine.generators import generators_preserved
 from fastac.engine.interception import LINEAR_OPS
 from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.engine.tape import is_differentiable

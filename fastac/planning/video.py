@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.generators import generators_preserved
+from fastac.engine.beginning import generators_preserved
 from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video

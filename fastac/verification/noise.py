@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from fastac.engine.comparison import tolerance
+from fastac.engine.fingerprints import tolerance
 from fastac.errors import FastacError
 
 Tensors = Mapping[str, torch.Tensor | None]

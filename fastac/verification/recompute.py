@@ -13,7 +13,7 @@ import torch
 
 from fastac import registry
 from fastac.engine import opaque
-from fastac.engine.comparison import COMPARISON
+from fastac.engine.fingerprints import COMPARISON
 from fastac.engine.region import RECOMPUTE
 from fastac.registry.torch_private import TORCH_NAMESPACES, name_of, op_names
 from fastac.verification.tables import new_table, render

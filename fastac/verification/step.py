@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, supported_activities
 from fastac import registry
 from fastac.compiled import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.engine.generators import generators_preserved
+from fastac.engine.beginning import generators_preserved
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.engine.results import Call, Product, RegionResult

@@ -12,7 +12,7 @@ import shutil
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from fastac.engine.generators import generators_preserved
+from fastac.engine.beginning import generators_preserved
 
 if TYPE_CHECKING:
     from rich.console import Console

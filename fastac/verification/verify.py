@@ -23,8 +23,8 @@ from fastac import errors, hook
 from fastac.backends.plugins import prepare
 from fastac.checkpointing import checkpoint
 from fastac.engine import checkpoint_wrappers
+from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import known_state, set_state
-from fastac.engine.generators import generators_preserved
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed

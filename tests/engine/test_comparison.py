@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,8 @@ import torch.nn.functional as F
 import fastac
 from fastac import FastacError
 from fastac.cli.measuring import allocated_bytes
-from fastac.engine import comparison, region
-from fastac.engine.comparison import fingerprint
+from fastac.engine import fingerprints, recompute, region
+from fastac.engine.fingerprints import fingerprint
 
 
 class Saving(torch.autograd.Function):
@@ -112,7 +111,7 @@ class OnDevice(torch.Tensor):
 def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fingerprints are tensors, as on an accelerator."""
 
-    def on_device(tensor: torch.Tensor) -> comparison.Fingerprint | None:
+    def on_device(tensor: torch.Tensor) -> fingerprints.Fingerprint | None:
         found = fingerprint(tensor)
         if found is None:
             return None
@@ -120,7 +119,7 @@ def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = [torch.tensor(one, dtype=wide).as_subclass(OnDevice) for one in (*found.sums, found.norm)]
         return found._replace(sums=numbers[:-1], norm=numbers[-1])
 
-    for module in (comparison, region):
+    for module in (recompute, region):
         monkeypatch.setattr(module, "fingerprint", on_device)
     monkeypatch.setattr(OnDevice, "reads", 0)
 
@@ -266,34 +265,6 @@ def test_compiled_autograd() -> None:
     with torch._dynamo.compiled_autograd._enable(lambda graph: graph), differs():
         output.sum().backward()
     assert OnDevice.reads == 1, "the first one raises"
-
-
-@pytest.mark.parametrize("check", ["default", "none"])
-@pytest.mark.parametrize("writes", [True, False])
-def test_tensors_that_may_be_written_after_they_are_saved(writes: bool, check: str) -> None:
-    """The forward does not wait for the numbers that tell it. rrelu writes its noise, LayerNorm nothing."""
-    ends = []
-
-    def last(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = F.layer_norm(hidden.sin(), (4,))
-        hidden = F.rrelu(hidden, training=True) if writes else hidden
-        ends.append(1)
-        return hidden
-
-    for step in range(5):  # of which 0, 1, 2 and 4 compare values
-        found = []
-        for call in (last, functools.partial(fastac.checkpoint, last, policy="full", determinism_check=check)):
-            torch.manual_seed(step)
-            hidden = torch.randn(5, 4, requires_grad=True)
-            OnDevice.reads = 0
-            output = call(hidden)
-            assert OnDevice.reads == 0, "in the forward"
-            ends.clear()
-            output.square().sum().backward()
-            found.append(hidden.grad)
-        assert torch.equal(*found)
-        assert OnDevice.reads == (step != 3)
-        assert bool(ends) == (writes or step != 3), "a recompute runs to the end only where it has to"
 
 
 @pytest.mark.parametrize("habit", [1.0, None])

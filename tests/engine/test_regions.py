@@ -23,7 +23,7 @@ from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 import fastac
 from fastac import FastacError
-from fastac.engine import region
+from fastac.engine import recompute, region
 from fastac.engine.releases import WHOLE_PRODUCT
 from tests import support
 from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact, held_bytes, twice
@@ -367,7 +367,7 @@ def test_import_takes_a_replaced_checkpoint() -> None:
 
 def test_hooks_have_the_names_of_torch_s() -> None:
     """By these a region knows torch's checkpoint around it, and diagnosis fastac's from the user's hooks."""
-    hooks = region.Region._checkpoint_hook, region._Recompute._recomputation_hook
+    hooks = region.Region._checkpoint_hook, recompute.Recompute._recomputation_hook
     for hook, name in zip(hooks, ("_checkpoint_hook", "_recomputation_hook"), strict=True):
         theirs = getattr(torch.utils.checkpoint, name)
         assert theirs.__name__ in hook.__qualname__

@@ -27,10 +27,16 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-def running_backward() -> int:
-    """The id of the backward that runs in this thread; -1 if none does."""
-    # torch's checkpoint uses it in the same way. pytorch#141276 would have made a public function, and was closed.
-    return torch._C._current_graph_task_id()
+# Gives the id of the backward that runs in this thread; -1 if none does. torch's checkpoint uses it in the same way.
+# pytorch#141276 would have made a public function, and was closed.
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+# Gives the autograd node whose backward runs in this thread, or None. Bound "for debugging purposes" (pytorch#90867).
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+# Gives the group of the running backward: several backwards that recompute one forward once (pytorch#166536).
+# None without a group; torch 2.9 has none.
+graph_exec_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
 def in_compiled_autograd() -> bool:
@@ -39,14 +45,8 @@ def in_compiled_autograd() -> bool:
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
-def running_node() -> Any:
-    """The autograd node whose backward runs in this thread, or None."""
-    # Bound "for debugging purposes" (pytorch#90867). There is no public function.
-    return torch._C._current_autograd_node()
-
-
 # The hooks of a checkpoint are known by two names that must not be changed: `Region._checkpoint_hook` and
-# `_Recompute._recomputation_hook` of fastac.engine.region bear the names of torch's two classes in
+# `Recompute._recomputation_hook` of fastac.engine bear the names of torch's two classes in
 # torch.utils.checkpoint, whose hooks are functions inside them. torch has no other mark before 2.14. Readers of the
 # names are the four functions below, and through them region, tape, offload, opaque, checkpointing, diagnosis,
 # compiled.graphs and planning.
@@ -101,8 +101,6 @@ def as_checkpoint_hook(hook: _Function) -> _Function:
 # Makes the object by which autograd saves a tensor, for checkpoints outside torch; since 2.13 (pytorch#174333).
 # `_Inputs` and the other half of each function below may go when torch 2.12 is no longer supported.
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)
-# Several backwards through one forward that recompute it once (pytorch#166536). torch 2.9 has no such groups.
-_graph_exec_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
 
 
 class _Inputs(torch.autograd.Function):
@@ -158,11 +156,6 @@ def register_hooks(saved: Any, values: Iterable[Any], pack: Callable[[Any], Any]
         saved_tensor, packed = next(saved), pack(value)
         if packed is not value:
             saved_tensor.register_hooks(lambda _, packed=packed: packed, unpack)
-
-
-def backward_key() -> Any:
-    """The id of the running backward, or its GraphExecGroup, which several share; -1 if none runs."""
-    return _graph_exec_group() or torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

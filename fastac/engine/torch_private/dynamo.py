@@ -15,6 +15,8 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from fastac.engine.torch_private.tensors import is_fake
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # torch.compiler.disable wraps a function: every call would pay for the wrapper. dynamo's own marks on code objects
@@ -124,6 +126,11 @@ def in_export() -> bool:
     # mended by pytorch#176499): checkpoints in a compiled model were silently dropped. Use it once 2.11 is not
     # supported.
     return torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None
+
+
+def is_traced(values: Iterable[object]) -> bool:
+    """Whether a call with these values is recorded or planned, not run: export, AOT, make_fx, or fake tensors."""
+    return in_export() or in_proxy_trace() or any(map(is_fake, values))
 
 
 def in_dispatch_mode() -> bool:

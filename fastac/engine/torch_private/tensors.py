@@ -161,9 +161,8 @@ def is_plain(value: object) -> bool:
     return not (value.is_inference() or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested)
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage (wrapper subclasses have none)."""
-    return torch._C._has_storage(tensor)
+# Whether a tensor has a storage (wrapper subclasses have none).
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
 def default_device() -> torch.device | None:
