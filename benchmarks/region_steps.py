@@ -105,6 +105,9 @@ def steps_of_a_tensor() -> dict[str, float]:
         one.metadata = before
         weakref.ref(one)()
 
+    def running() -> Any:
+        return torch_private.graph_exec_group() or torch_private.running_backward()
+
     return {
         "metadata of forward and recompute, compared": microseconds(
             lambda: torch_private.metadata(tensor) == torch_private.metadata(tensor)
