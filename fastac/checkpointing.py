@@ -134,7 +134,7 @@ def run(
                 f'Call fastac.disable(model) before that, or give the block policy "none".'
             )
         # They are read before the region opens: inside it, its own hooks are the innermost ones.
-        user_hooks = torch_private.saved_tensors_hooks() if hooks else None
+        user_hooks = torch_private.user_hooks() if hooks else None
         return _RegionCall(function, args, kwargs, policy).run(user_hooks, **options)
     return _run_without_region(function, args, kwargs, policy, options, debug)
 
@@ -219,8 +219,8 @@ class _RegionCall:
         tape = observation = stash = None
         if is_nested and policy.saves_nothing:  # under other policies the tape raises
             diagnosis.warn_of_reentrant(function, policy)
-        if not is_nested and offload.has_stash(policy):
-            stash = offload.Stash(policy, function, state, (*self.args, *self.kwargs.values()))
+        if not is_nested:
+            stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.watched.get(self.kind, False)

@@ -130,7 +130,7 @@ def _inputs(region: Region) -> Iterable[Any]:
     if region.stash is not None and region.stash.takes_inputs:
         return [storage for storage in region.stash.storages if storage.input_of is not None]
     # Slots of a checkpoint around the region hold nothing, and to unpack them would run that checkpoint's recompute.
-    args = () if region.in_checkpoint else torch_private.unpack(region.beginning.args)
+    args = () if region.in_checkpoint else torch_private.unpack(region.beginning.saved_args)
     return torch_private.tree_leaves((args, region.beginning.kwargs))
 
 

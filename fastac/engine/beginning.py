@@ -61,7 +61,7 @@ class Beginning:
         mode: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.function, self.kwargs, self.modules, self.state, self.mode = function, kwargs, modules, state, mode
-        self.args = torch_private.save(args)
+        self.saved_args = torch_private.save(args)
         self.is_offloaded = False
         self.versions = _versions(args, kwargs)
         self.generators = current_states((*args, *kwargs.values())) if draws else []
@@ -73,7 +73,7 @@ class Beginning:
         self.default_device = torch_private.default_device()
         # What follows is for messages: the user's contexts, which recompute does not enter again.
         self.settings = self.settings_now = settings() if looks else {}
-        self.user_hooks = torch_private.saved_tensors_hooks() if looks else None
+        self.user_hooks = torch_private.user_hooks() if looks else None
 
     def end_forward(self) -> None:
         """The forward has ended: keep what it changed, and drop what it left alone."""
@@ -92,7 +92,7 @@ class Beginning:
 
     def offload(self, args: Iterable[Any], stash: Stash) -> None:
         """Hand the inputs to a stash, which may move them to the host. args: the arguments of the forward."""
-        torch_private.register_hooks(self.args, args, stash.take_input, unpack_input)
+        torch_private.register_hooks(self.saved_args, args, stash.take_input, unpack_input)
         self.kwargs = {name: stash.take_input(value) for name, value in self.kwargs.items()}
         self.is_offloaded = True
 
@@ -101,7 +101,7 @@ class Beginning:
         """A context in which the function begins with the same state again. Afterwards all is as it was."""
         with _NOTHING if self.snapshot is None else self.snapshot.restored() as buffers:
             kwargs = unpack_keywords(self.kwargs) if self.is_offloaded else self.kwargs
-            inputs = torch_private.unpack(self.args), kwargs, buffers or {}
+            inputs = torch_private.unpack(self.saved_args), kwargs, buffers or {}
             # Before the block runs, which may open contexts of its own.
             self.settings_now = settings() if self.settings else {}
             before = [(device, generator_state(device)) for device, _ in self.generators]

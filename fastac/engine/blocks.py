@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from fastac.engine.checkpoint_wrappers import CHECKPOINT, FSDP1
-from fastac.engine.collectives import Communication
-from fastac.engine.results import Kind, RegionResult
+from fastac.engine.results import Communication, Kind, RegionResult, Transfers
 from fastac.engine.torch_private import shape_of
-from fastac.engine.transport import Transfers
 from fastac.errors import class_name
 
 MANY = 256

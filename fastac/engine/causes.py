@@ -23,7 +23,7 @@ from fastac.engine.blocks import MANY, block_of, describe, globals_of, held_by, 
 from fastac.engine.process import thread
 
 
-def likely_causes(beginning: Beginning) -> str:
+def explain(beginning: Beginning) -> str:
     """The sentences, as a line with its line break; "" if there are none."""
     function = beginning.function
     sentences = [*_contexts(beginning), *_choices(), *_hooks(function), *_generators(beginning), *_budget(function)]

@@ -18,8 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import host_memory, torch_private
 from fastac.engine.blocks import BlockState, describe
-from fastac.engine.process import process
-from fastac.engine.transport import PIECE, Copies, Pairs, Transfers, Transport, transport_of
+from fastac.engine.process import thread
+from fastac.engine.results import Transfers
+from fastac.engine.transport import PIECE, Copies, Pairs, Transport, transport_of
 from fastac.errors import FastacError, is_out_of_memory
 from fastac.policy import Policy
 
@@ -126,10 +127,24 @@ class StashedTensor:
         return tensor
 
 
-def has_stash(policy: Policy) -> bool:
-    """Whether a region that begins needs a stash: it offloads, or a region before it in the same forward does."""
+def begin_region(policy: Policy, function: Any, state: BlockState, inputs: Iterable[Any]) -> Stash | None:
+    """The stash of a region that begins, after the regions before it that may leave were offloaded.
+
+    None if it needs no stash: neither it nor a region before it in the same forward offloads. The arguments and errors
+    are those of `Stash`.
+    """
     # A region leaves when later regions begin, and its copies back begin when the next region is recomputed.
-    return bool(policy.offload) or (process.thread.latest is not None and process.thread.latest() is not None)
+    if not policy.offload and (thread.latest is None or thread.latest() is None):
+        return None
+    stash = Stash(policy, function, state, inputs)
+    earlier = [other for region in thread.on_device if (other := region()) is not None]
+    for other in earlier:
+        other.later += 1
+    thread.on_device = [other.reference for other in earlier if other.later < other.policy.keep]
+    for other in earlier:
+        if other.later >= other.policy.keep:
+            other.offload()
+    return stash
 
 
 class Stash:
@@ -145,7 +160,7 @@ class Stash:
     """
 
     def __init__(self, policy: Policy, function: Any, state: BlockState, inputs: Iterable[Any]) -> None:
-        if policy.offload and torch_private.saved_tensors_hooks() is not None:
+        if policy.offload and torch_private.user_hooks() is not None:
             raise FastacError(
                 f"{policy}: {describe(function)} runs under saved_tensors_hooks of yours (save_on_cpu?), which would "
                 f"move what offload moves. Leave them out, or leave offload out."
@@ -165,13 +180,6 @@ class Stash:
         self.transfers = state.transfers = Transfers()
         # The number of regions that began after this one.
         self.later = 0
-        earlier = [stash for region in process.thread.on_device if (stash := region()) is not None]
-        for stash in earlier:
-            stash.later += 1
-        process.thread.on_device = [stash.reference for stash in earlier if stash.later < stash.policy.keep]
-        for stash in earlier:
-            if stash.later >= stash.policy.keep:
-                stash.offload()
 
     def take_input(self, value: Any) -> Any:
         """Take an input of the region. Returns a StashedTensor, or the input itself if it cannot move."""
@@ -198,8 +206,8 @@ class Stash:
     def end_forward(self) -> None:
         """The forward has ended, and `take` was called for everything that the region may offload."""
         self.versions = {}  # its keys are the inputs, which would stay on the device
-        self.previous, process.thread.latest = process.thread.latest, self.reference
-        process.thread.on_device.append(self.reference)
+        self.previous, thread.latest = thread.latest, self.reference
+        thread.on_device.append(self.reference)
 
     def offload(self) -> None:
         """Begin to copy to the host what frees memory of the device. Raises FastacError if the host has too little."""
@@ -229,18 +237,18 @@ class Stash:
         """
         if self.transport is not None:
             self.transport.release()
-        thread = threading.get_ident()
+        ident = threading.get_ident()
         # Backward came to another region than the one that was prefetched: drop that. At most one is held for nothing.
-        if process.thread.prefetched is not None and (prefetched := process.thread.prefetched()) not in (None, self):
-            prefetched.prefetched.pop(thread, None)
-        reloaded = _reload(self.storages, self.prefetched.pop(thread, {}), self.transfers)
+        if thread.prefetched is not None and (prefetched := thread.prefetched()) not in (None, self):
+            prefetched.prefetched.pop(ident, None)
+        reloaded = _reload(self.storages, self.prefetched.pop(ident, {}), self.transfers)
         for copies in {storage.copies for storage in reloaded.values()}:
             copies.wait()
         for stashed, storage in reloaded.items():
-            stashed.reloads[thread] = weakref.ref(storage)
+            stashed.reloads[ident] = weakref.ref(storage)
         if self.previous is not None and (previous := self.previous()) is not None:
-            process.thread.prefetched = self.previous
-            previous.prefetched[thread] = _reload(previous.storages, {}, previous.transfers)
+            thread.prefetched = self.previous
+            previous.prefetched[ident] = _reload(previous.storages, {}, previous.transfers)
         return reloaded
 
 

@@ -206,11 +206,11 @@ class Recompute:
             Whether numbers on an accelerator are read at the end of this backward. If they are right, that ends the
             block's step.
         """
-        likely_causes = functools.partial(causes.likely_causes, self.beginning)
+        explain = functools.partial(causes.explain, self.beginning)
         if self.position != self.count:
             raise RecomputeError(
                 f"recompute saved {self.position} tensors for backward where the forward saved {self.count}: it took "
-                f"another path.\n{likely_causes()}An adapter that was switched, disabled or fused before backward does "
+                f"another path.\n{explain()}An adapter that was switched, disabled or fused before backward does "
                 f"that, another flag, a cache, random numbers, other settings of the compiler. Keep them until it is "
                 f"done. So does torch.func.jvp with gradients on: run it under torch.no_grad()."
             )
@@ -218,7 +218,7 @@ class Recompute:
         if state.writes is None:
             state.writes = any(map(self._writes, self.versions))
         if self.difference or findings.differences:
-            findings.block, findings.causes = describe(self.beginning.function), likely_causes()
+            findings.block, findings.causes = describe(self.beginning.function), explain()
         if self.difference:
             raise findings.error(self.difference)
         return findings.check()

@@ -172,7 +172,7 @@ class Region:
                     torch.profiler.record_function(RECOMPUTE) if process.replayed_calls else _NOTHING,
                     saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                     torch.enable_grad(),
-                    _NOTHING if tape is None else Replay(tape, functools.partial(causes.likely_causes, self.beginning)),
+                    _NOTHING if tape is None else Replay(tape, functools.partial(causes.explain, self.beginning)),
                     linear.attached(self.beginning.modules[0], tape.policy) if tape and tape.products else _NOTHING,
                 ):
                     try:
@@ -198,7 +198,7 @@ class Region:
         """Raise RecomputeError for an error in recompute. Not for a lack of memory: a trainer may catch that error."""
         if type(error) not in _MISTAKES or is_out_of_memory(error):
             return
-        found = causes.likely_causes(self.beginning)
+        found = causes.explain(self.beginning)
         guess = "The block probably read state that changed in between: a cache, a list, a flag, random numbers, a "
         guess += "context that was left. Switch caches off in training, or do not"
         if any(map(torch_private.is_batched, inputs)):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
+
+import torch
 
 from fastac.registry import BoundOp
 
@@ -62,6 +65,47 @@ class RegionResult:
     def count(self) -> int:
         """Number of calls that a policy may save."""
         return len(self.attention_calls) + len(self.products)
+
+
+@dataclasses.dataclass
+class Communication:
+    """Numbers of the collectives of one region, and bytes that they returned on this rank."""
+
+    # Collectives of the forward; how many of these are saved; collectives of recompute.
+    issued: int = 0
+    issued_bytes: int = 0
+    saved: int = 0
+    saved_bytes: int = 0
+    again: int = 0
+    again_bytes: int = 0
+
+    def __add__(self, other: Communication) -> Communication:
+        """The sums of both."""
+        return Communication(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+    def count(self, how: str, outputs: Any) -> None:
+        """Count a collective, and the bytes of its outputs. how: "issued", "saved" or "again"."""
+        size = sum(output.nbytes for output in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+        for name, more in ((how, 1), (f"{how}_bytes", size)):
+            setattr(self, name, getattr(self, name) + more)
+
+
+@dataclasses.dataclass
+class Transfers:
+    """Copies of one region between the device and the host."""
+
+    host_bytes: int = 0
+    """Bytes that are held on the host."""
+    device_bytes: int = 0
+    """Bytes that are held on the device."""
+    copies: int = 0
+    """Copies that were begun. All copies of one region in one direction count as one."""
+    waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
+    """Copies that computation waited for: the transport, what its `wait` returned, bytes."""
+
+    def waited_bytes(self) -> tuple[int, ...]:
+        """Bytes of each copy for which the device was idle. Waits for the device."""
+        return tuple(size for transport, waiting, size in self.waits if transport.had_to_wait(waiting))
 
 
 @dataclasses.dataclass(eq=False)

@@ -18,10 +18,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
 from fastac.engine.beginning import Draws, States, devices_of, generator_state, set_states
-from fastac.engine.collectives import Communication
 from fastac.engine.offload import Stash, StashedTensor
 from fastac.engine.process import process, thread
-from fastac.engine.results import Call, Product, RegionResult
+from fastac.engine.results import Call, Communication, Product, RegionResult
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -405,7 +404,12 @@ class Tape(Scope):
         return {}
 
     def _communicate(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Store the outputs of a collective that returns no more than its input, unless the policy recomputes it."""
+        """Store the outputs of a collective that returns no more than its input, unless the policy recomputes it.
+
+        A functional collective returns before it is complete, and a wait for the same memory completes it. Inside an
+        autograd.Function or compiled code autograd does not guard the output, which may be overwritten after the wait.
+        So the tape copies it at the wait.
+        """
         if op.kind == "wait":
             outputs = self.pass_on(op, keyset, args, kwargs)
             for entry, position in self.incomplete.pop(torch_private.memory(args[0]), ()) if self.incomplete else ():
@@ -454,11 +458,11 @@ class Replay(Scope):
 
     position = 0
 
-    def __init__(self, tape: Tape, likely_causes: Callable[[], str]) -> None:
-        """likely_causes: returns what may explain that recompute took another path, as a line with its break, or ""."""
+    def __init__(self, tape: Tape, explain: Callable[[], str]) -> None:
+        """explain: returns what may explain that recompute took another path, as a line with its break, or ""."""
         self.tape = tape
         self.policy = tape.policy
-        self.likely_causes = likely_causes
+        self.explain = explain
 
     def __enter__(self) -> Replay:
         running = torch_private.running_backward()
@@ -515,7 +519,7 @@ class Replay(Scope):
 
     def _another_path(self, recompute: str, forward: str) -> RecomputeError:
         return RecomputeError(
-            f"recompute {recompute} where the forward {forward}.\n{self.likely_causes()}The checkpointed function "
+            f"recompute {recompute} where the forward {forward}.\n{self.explain()}The checkpointed function "
             f"took another path, or chose otherwise (random numbers do that), or the attention backend changed in "
             f"between, or a cache (use_cache=True) was filled. Make it depend only on its arguments."
         )

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fastac.engine.results import Transfers
+
 PIECE = 2**26
 """Bytes of a piece that is copied at once. torch's allocator of pinned memory rounds each allocation up to a power of
 two (pytorch#150517): one large piece could take twice its size. Rounding less is an option of newer torch
@@ -28,24 +30,6 @@ IN_FLIGHT = 2
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of bytes on the device and their bytes on the host."""
-
-
-@dataclasses.dataclass
-class Transfers:
-    """Copies of one region between the device and the host."""
-
-    host_bytes: int = 0
-    """Bytes that are held on the host."""
-    device_bytes: int = 0
-    """Bytes that are held on the device."""
-    copies: int = 0
-    """Copies that were begun. All copies of one region in one direction count as one."""
-    waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
-    """Copies that computation waited for: the transport, what its `wait` returned, bytes."""
-
-    def waited_bytes(self) -> tuple[int, ...]:
-        """Bytes of each copy for which the device was idle. Waits for the device."""
-        return tuple(size for transport, waiting, size in self.waits if transport.had_to_wait(waiting))
 
 
 class Transport:

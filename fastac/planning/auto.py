@@ -381,7 +381,7 @@ class Planner:
                 host = parse_bytes(auto.host)
             elif memory is not None:
                 host = (host_memory.available() or 0) // 2 // host_memory.ranks()
-            if torch_private.saved_tensors_hooks() is not None:
+            if torch_private.user_hooks() is not None:
                 host = 0  # hooks of the user's would move what offload moves, so blocks refuse to offload
             rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
             own = [limit, limit - self._others(forward, self._sizes, memory), host, rate]

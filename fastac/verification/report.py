@@ -11,8 +11,7 @@ import torch
 from fastac.backends.availability import ignored_backends
 from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
-from fastac.engine.collectives import Communication
-from fastac.engine.results import Call
+from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
 from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped

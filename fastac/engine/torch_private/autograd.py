@@ -62,7 +62,7 @@ def in_recompute() -> bool:
     return _packs("_recomputation_hook") is not None
 
 
-def saved_tensors_hooks() -> Any:
+def user_hooks() -> Any:
     """The user's saved-tensor hooks in this thread, (pack, unpack). None inside a checkpoint's, or without any."""
     return None if _packs("_checkpoint_hook", "_recomputation_hook") else _top_hooks()
 
