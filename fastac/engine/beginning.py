@@ -223,7 +223,9 @@ def generators_preserved() -> Iterator[None]:
 
     torch's generators are those of the CPU and, once the accelerator is in use, of all of its devices.
     """
-    states = [(device, generator_state(device)) for device in [_CPU, *_accelerators()]]
+    used = _accelerator_in_use()
+    devices = [torch.device(used, index) for index in range(torch.accelerator.device_count() if used else 0)]
+    states = [(device, generator_state(device)) for device in (_CPU, *devices)]
     states_of_python = python_states()
     try:
         yield
@@ -232,14 +234,13 @@ def generators_preserved() -> Iterator[None]:
         set_python_states(states_of_python)
 
 
-def _accelerators() -> list[torch.device]:
-    """Devices of the accelerator; none before it is in use, since reading a state would initialize it."""
+def _accelerator_in_use() -> str:
+    """The type of the accelerator; "" before it is in use: to read a state of its generators would initialize it."""
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else torch.get_device_module(accelerator)
     # torch.mps has no is_initialized.
-    if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
-        return []
-    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    is_used = accelerator is not None and getattr(module, "is_initialized", torch.accelerator.is_available)()
+    return accelerator.type if accelerator is not None and is_used else ""
 
 
 def tensors_in(values: Iterable[object], depth: int = 8) -> Iterator[torch.Tensor]:
@@ -267,14 +268,12 @@ def current_states(args: Iterable[object]) -> States:
     These are the CPU's and, once the accelerator is in use, those of the arguments' devices. If no argument is on the
     accelerator, it is the generator of the current device.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    module = None if accelerator is None else torch.get_device_module(accelerator)
-    if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
+    if not (used := _accelerator_in_use()):
         return [(_CPU, torch.get_rng_state())]
     # Only devices that the region uses: restoring another one would undo what other threads draw there, and reading a
     # state copies it from the device.
-    devices = {device for device in devices_of(args) if device.type == accelerator.type}
-    current = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    devices = {device for device in devices_of(args) if device.type == used}
+    current = torch.device(used, torch.accelerator.current_device_index())
     return [(device, generator_state(device)) for device in (_CPU, *(devices or {current}))]
 
 

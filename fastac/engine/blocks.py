@@ -185,7 +185,11 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
         found |= {inside(value): None for value in values if issubclass(type(value), torch.nn.Module)}
         # Look one level beyond that of the first module.
         levels = min(levels - 1, 1) if found else levels - 1
-        others = [value for value in values if not issubclass(type(value), _WITHOUT_PARTS)] if levels else []
+        others = (
+            [value for value in values if not issubclass(type(value), (torch.nn.Module, torch.Tensor, *_PLAIN))]
+            if levels
+            else []
+        )
         values = []
         for value in others:
             with contextlib.suppress(Exception):  # an object may raise whatever it likes when its parts are read
@@ -223,18 +227,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 _CONTAINERS = (list, tuple, dict)
-_WITHOUT_PARTS = (
-    torch.nn.Module,
-    torch.Tensor,
-    str,
-    bytes,
-    int,
-    float,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-)
+_PLAIN = (str, bytes, int, float, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _DEPTH, _WIDTH = 5, 100
 """How many levels are searched (a closure over an object whose list holds a block is found), and values per level."""
 
