@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastac import registry
-from fastac.engine import interception, opaque
+from fastac.engine import flops, interception, opaque
 from fastac.engine.beginning import generators_preserved
 from fastac.errors import FastacError
 from fastac.registry import OpaqueFunction, Row
@@ -132,8 +132,8 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
 
 
 def prepare() -> None:
-    """Load plugins, make known kernels visible, and intercept every op with a row that this process has."""
+    """Load plugins, make known kernels visible, intercept every op with a row, and have torch count its FLOPs."""
     # Plugins come first: the other two look for what the plugins brought.
     load_plugins()
     opaque.make_known_visible()
-    interception.install()
+    flops.register_formulas(interception.install())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastac import registry
-from fastac.engine import flops, sparse, torch_private
+from fastac.engine import sparse, torch_private
 from fastac.engine.process import process, thread
 from fastac.engine.tape import run_kernel
 from fastac.errors import FastacError
@@ -32,8 +32,8 @@ weight is frozen, an input that cannot be flattened is multiplied sample by samp
 _libraries: list[torch.library.Library] = []
 
 
-def install() -> None:
-    """Intercept every op with a row in this process, once, and have torch count its FLOPs.
+def install() -> list[BoundOp]:
+    """Intercept every op with a row in this process, once. Returns these ops.
 
     Raises FastacError if another package stands at BackendSelect of such an op: the later one would shadow the earlier.
     """
@@ -48,8 +48,8 @@ def install() -> None:
         for other in registry.others(process.installed):
             other.number = process.installed[other.qualified_name].number
             process.installed[other.qualified_name] = other
-        flops.register_formulas(present)
         process.modules = loaded_modules()
+        return present
 
 
 def install_linear() -> None:
