@@ -103,7 +103,7 @@ class _KernelCall:
     def run(self) -> list[torch.Tensor]:
         """Run the forward. Returns its outputs, and the tensors that it saved beyond its inputs."""
         context = self.context
-        versions, saved_before = torch_private.versions(self.tensors), torch_private.count_of_saved()
+        versions = torch_private.versions(self.tensors)
         materializes: list[bool] = []
         context.set_materialize_grads = materializes.append  # the context does not say what it was given
         try:
@@ -127,14 +127,13 @@ class _KernelCall:
 
         returned = torch_private.tree_map(place_of, outputs)
         saved, constants = ([place_of(tensor) for tensor in tensors_given] for tensors_given in (to_save, constant))
-        problem, function = "", context.name().removesuffix("Backward")
+        problem = ""
         # Kept for later: the call is right as it is, and only its replay would be wrong. See Companion.check.
         if (versions_after := torch_private.versions(self.tensors)) != versions:
             pairs = enumerate(zip(versions, versions_after, strict=True))
             written = next(number for number, (earlier, later) in pairs if earlier != later)
+            function = context.name().removesuffix("Backward")
             problem = f"{function} writes into the tensor number {written} of its arguments"
-        elif torch_private.count_of_saved() != saved_before:
-            problem = f"{function} enables grad in its forward, and makes a graph there"
         self.companion = Companion(returned, saved, constants, materializes, attributes, problem)
         return tensors
 
