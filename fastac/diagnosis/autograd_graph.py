@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from fastac.diagnosis.recognition import (
     suggested_visible,
 )
 from fastac.engine import opaque, torch_private
+from fastac.engine.generators import tensors_in
 from fastac.engine.tape import Caller
 from fastac.policy import Policy
 from fastac.registry import is_other
@@ -27,13 +27,7 @@ from fastac.registry.torch_private import op_names
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested inputs or outputs, dataclasses among them."""
-    tensors: list[torch.Tensor] = []
-    for leaf in torch_private.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return tensors
+    return list(tensors_in(torch_private.tree_leaves(value)))
 
 
 def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,8 +13,6 @@ from fastac.engine.process import thread
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp
-
-logger = logging.getLogger("fastac")
 
 MOST_PROBLEMS = 3
 """So many problems are named in one message."""
