@@ -20,9 +20,9 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from fastac import diagnosis
 from fastac.backends.plugins import prepare
 from fastac.compiled import graphs, tracing
+from fastac.diagnosis import every_step
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observation import Observation
 from fastac.diagnosis.observer import PassThrough
@@ -217,8 +217,6 @@ class _RegionCall:
         is_nested = torch_private.in_backward()
         compares_values = not is_nested and state.begin_region() and not _is_captured()
         tape = observation = stash = None
-        if is_nested and policy.saves_nothing:  # under other policies the tape raises
-            diagnosis.warn_of_reentrant(function, policy)
         if not is_nested:
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
@@ -233,7 +231,7 @@ class _RegionCall:
         # A function that is not a block may run any module that it refers to.
         modules = [self.block] if self.block is not None else modules_run_by(function, self.args, self.kwargs)
         # Some functions of torch take another path under any mode. Recompute gets one if the forward has one.
-        has_mode = torch_private.in_dispatch_mode() or (observation is not None and observation.observer is not None)
+        has_mode = torch_private.in_dispatch_mode() or (observation is not None and observation.is_watched)
         beginning = Beginning(
             function,
             self.args,
@@ -305,12 +303,6 @@ class _RegionCall:
         outputs = region.forward(self.args, observation)
         result = observation.result(outputs)
         graphs.watch(observation.nodes, self.policy)
-        if observation.late:
-            # A library was loaded inside the region, which could not save its attention. The next one is observed.
-            prepare()
-            where, op = describe(self.function), observation.late[0]
-            logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
-            return outputs
         first = self.kind.first
         if first is None:
             if self.policy.linear and self.block is not None:
@@ -336,13 +328,13 @@ class _RegionCall:
             graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
         # A backend that is set after the first region decomposes attention in later ones. The tape sees that by itself.
         if tape.decomposed:
-            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
-            raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.attention_calls))
+            problems = [every_step.small_ops(describe(self.function), keys) for keys in tape.decomposed]
+            raise every_step.not_applied(self.function, self.policy, problems, len(tape.attention_calls))
         if not tape.made_the_calls_of(first):
             result = tape.result(first.compiled, first.writing, first.unknown)
             if result.count < first.count and first.compiled:
                 # Compiled code can only be observed by running it again, and ranks may communicate in it.
-                diagnosis.warn_of_fewer(self.function)
+                every_step.warn_of_fewer(self.function)
             elif result.count < first.count:
                 self.observed_state.watched.setdefault(self.kind, True)
         self._note(region, result, tape, compilations)
@@ -373,7 +365,7 @@ class _RegionCall:
         if result.calls:
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
         elif result.unknown:
-            said = diagnosis.nothing_known(where, self.policy, result.unknown)
+            said = every_step.nothing_known(where, self.policy, result.unknown)
             kinds.warn_once(self.function, "nothing", said)
 
 
@@ -423,7 +415,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
         self._patched: Callable[..., Any] = patched
         # Code that took torch's function before this call keeps it. The listener turns its attention into an error.
-        self._listener = functools.partial(diagnosis.ran_past_patch, self.policy)
+        self._listener = functools.partial(every_step.ran_past_patch, self.policy)
         process.listeners.append(self._listener)
         replaced = _replace(torch_checkpoint, patched)
         logger.info("patch_checkpoint(%s): replaced %s", self.policy, ", ".join(replaced))

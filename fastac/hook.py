@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from fastac import diagnosis
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpointing import check_determinism
 from fastac.compiled import graphs
 from fastac.compiled.blocks import Compilation, compile_blocks
-from fastac.diagnosis import out_of_memory
+from fastac.diagnosis import every_step, out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear
 from fastac.engine.blocks import BlockState, inside, is_compiled, state_of
@@ -208,7 +207,7 @@ class Enabled:
             if not any(block in ran or policies[block].saves_nothing for block in container.blocks.values()):
                 remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
                 kinds.warn_once(self.model, remark, remark)
-        self.saved = diagnosis.judge_model(self.model, str(self.policy), policies)
+        self.saved = every_step.judge_model(self.model, str(self.policy), policies)
 
 
 def enable(

@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
 from fastac import backends, registry
 from fastac.compiled import graphs
-from fastac.diagnosis import ran_again
+from fastac.diagnosis.every_step import ran_again
 from fastac.engine import releases
 from fastac.engine.process import process
 from tests import support

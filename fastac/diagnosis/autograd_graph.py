@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fastac.diagnosis.recognition import has_attention_inputs, names_attention_kernel, parameters_of, says_attention
+from fastac.diagnosis.recognition import (
+    has_attention_inputs,
+    names_attention_kernel,
+    no_attention,
+    parameters_of,
+    says_attention,
+    suggested_visible,
+)
 from fastac.engine import opaque, torch_private
+from fastac.engine.beginning import tensors_in
 from fastac.engine.tape import Caller
 from fastac.policy import Policy
 from fastac.registry import is_other
@@ -20,13 +27,7 @@ from fastac.registry.torch_private import op_names
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested inputs or outputs, dataclasses among them."""
-    tensors: list[torch.Tensor] = []
-    for leaf in torch_private.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return tensors
+    return list(tensors_in(torch_private.tree_leaves(value)))
 
 
 def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
@@ -52,7 +53,7 @@ def leads_to(values: Iterable[Any], roots: Iterable[torch.Tensor]) -> bool:
 
 
 # torch gives this name in torch/_library/autograd.py. `Observer` makes the same names from the ops that it sees, and
-# `hidden_functions` compares the two.
+# `functions_without_calls` compares the two.
 GENERATED = "GeneratedBackwardFor_"
 """Begins the name of the Function that torch.library makes for an op. Namespace, name and overload follow."""
 
@@ -91,67 +92,55 @@ def recorded_nodes(nodes: Sequence[Any], callers: Iterable[Caller]) -> set[int]:
     return recorded
 
 
-def foreign_functions(nodes: Sequence[Any], recorded: Collection[int]) -> dict[type, list[torch.Size | None]]:
-    """The autograd.Functions among some nodes that fastac does not know, with the shapes of their inputs.
+Shapes = list[torch.Size | None]
+"""Shapes of the inputs of an autograd node; None for an input that needs no gradient or is not a tensor."""
 
-    They are not torch's, recorded no attention, and no row says that they are not an attention.
 
-    recorded: sequence numbers of nodes in which attention calls were recorded.
+def functions_without_calls(
+    nodes: Sequence[Any], callers: Iterable[Caller], ops: Collection[str]
+) -> list[tuple[type, Shapes]]:
+    """The autograd.Functions of some nodes that recorded no attention call, with the shapes of their inputs.
+
+    Functions that are not an attention, as a row says, are left out.
+
+    Args:
+        callers: as in `recorded_nodes`.
+        ops: ops that were observed, as torch names their nodes. Other ops were called in another thread.
     """
-    foreign: dict[type, list[torch.Size | None]] = {}
+    recorded = recorded_nodes(nodes, callers)
+    functions = []
     for node in nodes:
         function = torch_private.function_of(node)
-        if function is None or torch_private.sequence_number(node) in recorded:
+        if function is None or torch_private.sequence_number(node) in recorded or function.__name__ in ops:
             continue
-        is_known = opaque.is_visible(function) or is_other(function.__module__, function.__name__)
-        if not is_known and function.__module__.partition(".")[0] != "torch":
-            foreign.setdefault(function, torch_private.input_shapes(node))
-    return foreign
+        if not is_other(*place_of(function)):
+            functions.append((function, torch_private.input_shapes(node)))
+    return functions
 
 
-def hidden_functions(
-    nodes: Sequence[Any], recorded: Collection[int], policy: Policy, seen: Collection[str] = ()
-) -> dict[type, list[torch.Size | None]]:
-    """The Functions among these nodes that look like an attention which the policy saves, and recorded no call.
+def foreign_functions(functions: Iterable[tuple[type, Shapes]]) -> dict[type, Shapes]:
+    """Those among some Functions that neither torch nor fastac knows."""
+    return {
+        function: shapes
+        for function, shapes in functions
+        if not opaque.is_visible(function) and function.__module__.partition(".")[0] != "torch"
+    }
 
-    recorded: sequence numbers of nodes in which attention calls were recorded.
-    seen: ops that were observed, as torch names their nodes. Other ops were called in another thread.
 
-    Returns:
-        The Functions, with the shapes of their inputs.
-    """
-    hidden: dict[type, list[torch.Size | None]] = {}
-    for node in nodes:
-        function = torch_private.function_of(node)
-        if function is None or torch_private.sequence_number(node) in recorded or function.__name__ in seen:
-            continue
-        place = place_of(function)
-        if is_other(*place):
-            continue
+def hidden_attention(functions: Iterable[tuple[type, Shapes]], policy: Policy) -> list[str]:
+    """Sentences on those among some Functions that look like an attention which the policy saves."""
+    hidden: dict[type, str] = {}
+    for function, shapes in functions:
         # A visible Function that recorded no call: its kernel ran where the tape was not open, in another thread.
-        keys = sys.maxsize if opaque.is_visible(function) else _keys_of_attention(node, function, *place)
+        keys = sys.maxsize if opaque.is_visible(function) else _keys_of_attention(function, shapes)
         if keys and policy.saves(keys):
-            hidden.setdefault(function, torch_private.input_shapes(node))
-    return hidden
+            hidden.setdefault(function, _hidden(function, shapes))
+    return list(hidden.values())
 
 
-def may_run_again(node: Any) -> bool:
-    """Whether attention that runs during this node's backward is expected.
-
-    If not, a checkpoint that is not fastac's is running it again. An attention's own backward may run its forward again
-    (diffusers' context parallelism does), with or without checkpointing. So may Functions of torch: compiled code,
-    custom ops, torch.cond.
-    """
-    function = torch_private.function_of(node)
-    if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
-        return True
-    name = function.__name__
-    return names_attention_kernel(name) and "checkpoint" not in name.lower()
-
-
-def _keys_of_attention(node: Any, function: type, namespace: str, name: str) -> int:
-    """The number of keys of the attention that a node looks like, by its name and inputs; 0 if it looks like none."""
-    shapes = torch_private.input_shapes(node)
+def _keys_of_attention(function: type, shapes: Shapes) -> int:
+    """The number of keys of the attention that a Function looks like, by its name and inputs; 0 if it is like none."""
+    namespace, name = place_of(function)
     # A module's name says nothing: attention modules have Functions for much else.
     library = namespace if function.__name__.startswith(GENERATED) else ""
     if not names_attention_kernel(name, library) or not any(shapes):
@@ -163,6 +152,22 @@ def _keys_of_attention(node: Any, function: type, namespace: str, name: str) -> 
     return max(size for shape in known for size in shape[1:-1] or shape[:1])
 
 
+def _hidden(function: type, shapes: Shapes) -> str:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if opaque.is_visible(function):
+        return f"{name}, made visible, was called with a tensor subclass (such as DTensor) or in another thread"
+    if function.__name__.startswith(GENERATED):
+        namespace, own = place_of(function)
+        return (
+            f"the op {namespace}::{own} looks like an attention, and was called in another thread: call it in the "
+            f"block's own. If it is none: {no_attention(namespace, own)}"
+        )
+    return (
+        f"{name}, an autograd.Function, looks like an attention, and no op shows its kernel. Once, before training: "
+        f"{suggested_visible(function, shapes)}. If it is none: {no_attention(function.__module__, function.__name__)}"
+    )
+
+
 def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> list[str]:
     """Names of a block's attention parameters that require grad and that its outputs do not depend on.
 
@@ -170,10 +175,8 @@ def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> 
     """
     reached = {id(getattr(node, "variable", None)) for node in nodes}
     named = module.named_parameters() if module is not None else ()
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    trained = [(name, parameter) for name, parameter in trained if says_attention(name.rpartition(".")[0])]
+    trained = {name: p for name, p in named if p.requires_grad and says_attention(name.rpartition(".")[0])}
     # A DTensor is FSDP's shard. It has replaced the parameter that was used, so the graph does not reach it.
-    plain = [(name, parameter) for name, parameter in trained if not hasattr(parameter, "to_local")]
-    cut_off = [name for name, parameter in plain if id(parameter) not in reached]
+    cut_off = [name for name, p in trained.items() if id(p) not in reached and not hasattr(p, "to_local")]
     # If all are cut off, inputs are frozen or the block took another path: that is legal.
     return cut_off if len(cut_off) < len(trained) else []

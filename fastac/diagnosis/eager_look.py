@@ -36,9 +36,8 @@ def look(
     modules = modules_run_by(function, args, kwargs)
     if rank() and (first.communication is not None or _may_communicate(function, modules)):
         return None
-    module, policy = module_of(function), first.policy
-    tape = _Unkept(policy, callers=[])
-    observer = _Watch(module, (args, kwargs), tape)
+    tape = _Unkept(first.policy, callers=[])
+    observer = _Watch(module_of(function), (args, kwargs), tape)
     # The tape of the region that asked must not record this run.
     outer, thread.scope = thread.scope, None
     try:

@@ -14,13 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastac import registry
 from fastac.backends import availability
 from fastac.diagnosis.autograd_graph import GENERATED, leads_to, tensors_of
-from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward, suggested_row
-from fastac.engine import flops, kinds, torch_private
+from fastac.diagnosis.every_step import small_ops
+from fastac.diagnosis.recognition import (
+    SoftmaxAttention,
+    coarse_numbers,
+    looks_like_attention_forward,
+    no_attention,
+    suggested_row,
+)
+from fastac.engine import flops, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.process import process
 from fastac.engine.tape import Tape
 from fastac.registry import BoundOp
-from fastac.registry.torch_private import Op, is_from_torch, name_of
+from fastac.registry.torch_private import Op, is_from_torch, name_of, qualified_name
 
 
 @dataclasses.dataclass
@@ -51,31 +58,25 @@ class PassThrough(TorchDispatchMode):
 
 
 class Observer(PassThrough):
-    """Watches a region's forward for attention calls without a row. It changes nothing."""
+    """Watches a run of a region's function for attention that no tape could record. It changes nothing."""
 
     def __init__(self, module: torch.nn.Module | None, inputs: Any, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
-        # Attention that ran as small ops.
+        # Sentences on attention that the tape could not record, by the op that ran it.
+        self.findings: dict[object, str] = {}
+        # Attention that ran as small ops. Not all of it is a problem, which shows at the end.
         self.small: list[SmallOps] = []
-        # Ops that look like attention and have no row, with the line of code that registers a row.
-        self.unknown: dict[Op, str] = {}
+        # Attention modules that ran, and in which no attention was seen.
+        self.silent: list[str] = []
         # Ops that are not torch's and have no row, with the module that called each.
         self.foreign: dict[Op, str] = {}
         # The ops that ran, by the name that torch.library gives their autograd nodes.
         self.ops: set[str] = set()
-        # Sentences on attention that was called outside the region.
-        self.elsewhere: list[str] = []
-        # Attention modules that ran, and in which no attention was seen.
-        self.silent: list[str] = []
-        # Ops with a row whose library was loaded during this forward.
-        self.late: list[str] = []
         # Number of collectives that wrote a buffer, except FSDP's own.
         self.writing = 0
         # FLOPs of all ops, and of the attention that the policy saves.
         self.flops = self.saved_flops = 0
-        # Attention ops that were called, to be compared with those that the tape got.
-        self._called: list[BoundOp] = []
         self._coarse: list[int] = []
         self._module = module
         tensors = tensors_of(inputs)
@@ -102,13 +103,27 @@ class Observer(PassThrough):
         while self._handles:
             self._handles.pop().remove()
         self._added, self._roots = None, []  # these hold tensors
-        coarse = coarse_numbers(self._coarse)
-        self.small = [call for call in self.small if call.keys not in coarse]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         self._observe(func, args, outputs, kwargs or {})
         return outputs
+
+    def problems(self, where: str) -> list[str]:
+        """Sentences on attention that the tape could not record. where: the region's block."""
+        coarse = coarse_numbers(self._coarse)
+        problems = [
+            small_ops(f"{where}.{call.module}".rstrip("."), call.keys, call.cause)
+            for call in self.small
+            if call.keys not in coarse
+        ]
+        problems += self.findings.values()
+        # A silent module may be one whose attention was named above, so it is named only if nothing else was found.
+        return problems or [
+            f"{where}.{name}: ran, and no attention call was seen: its kernel is called past the dispatcher. If it is "
+            f"an autograd.Function: fastac.make_visible(TheFunction, layout=...). Else: docs/adding_a_backend.md"
+            for name in self.silent
+        ]
 
     def _follow_modules(self, module: torch.nn.Module) -> None:
         """Note which module runs, and attention modules in which no attention is seen."""
@@ -130,58 +145,61 @@ class Observer(PassThrough):
 
     def _seen(self) -> int:
         recorded = len(self.tape.attention_calls) + len(self.tape.decomposed)
-        found = len(self.small) + len(self.unknown) + len(self.elsewhere) + len(self.late)
-        return recorded + found + self._softmax_attention.products
+        return recorded + len(self.small) + len(self.findings) + self._softmax_attention.products
+
+    @property
+    def _running(self) -> str:
+        """Name in the block of the module that runs."""
+        return self._modules[-1][0] if self._modules else ""
 
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
-        bound = registry.classify(op)
+        is_abstract = torch_private.is_abstract(args)
+        count = 0 if is_abstract else flops.of_call(op, args, kwargs, outputs)  # a number would fix sizes of a trace
+        self.flops += count
         if isinstance(op, torch._ops.OpOverload):
             self.ops.add(GENERATED + str(op).replace(".", "_"))
-        is_abstract = torch_private.is_abstract(args)
-        count = 0 if is_abstract else self._flops_of(op, args, outputs, kwargs)  # a number would fix sizes of a trace
-        self.flops += count
-        if bound is not None and bound.kind == "other":
+        bound = registry.classify(op)
+        if bound is None:
+            self._recognize(op, args, outputs, kwargs)
+        elif bound.kind == "other":
             return
-        if bound is not None and not bound.number and bound.qualified_name not in process.installed:
-            self.late.append(bound.name)
-        elif bound is not None and bound.is_attention:
+        elif bound.qualified_name not in process.installed:
+            self.findings[op] = f"the library of {bound.name} was loaded just now: import it before"
+            process.modules = None  # so that the next region looks for ops, also if no module was loaded
+        elif bound.is_attention:
             self.saved_flops += count if count and self.tape.policy.saves(bound.keys(args, kwargs)) else 0
             self._coarse.append(bound.coarse_keys(args, kwargs))
-            self._called += [] if is_abstract else [bound]
-        elif bound is not None and bound.kind == "decomposition":
+            if not is_abstract and bound.qualified_name not in {
+                op.qualified_name for op, _ in self.tape.attention_calls
+            }:
+                self.findings[op] = (
+                    f"{bound.name} was called, and fastac did not get the call: another package took its BackendSelect "
+                    f"key since"
+                )
+        elif bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
-        elif bound is not None:
-            if bound.kind == "choice":
-                self._softmax_attention.follow(op, args, outputs)
-        elif looks_like_attention_forward(op, args, kwargs) and not _is_composite(op):
-            self.unknown[op] = suggested_row(op, args, kwargs)
-        elif not isinstance(op, torch._ops.OpOverload):
-            return
-        elif writes_its_buffer(op):
-            self.writing += not is_called_by_fsdp()
-        else:
-            self._recognize(op, args, outputs)
+        elif bound.kind == "choice":
+            self._softmax_attention.follow(op, args, outputs)
 
-    def _flops_of(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> int:
-        try:
-            return flops.of_call(op, args, kwargs, outputs)
-        except Exception as error:  # noqa: BLE001 somebody else's formula costs a figure of the report, not the step
-            kinds.warn_once(
-                op,
-                f"FLOPs of {op}",
-                f"fastac.report counts no FLOPs of {op}: its formula in torch.utils.flop_counter.flop_registry raised "
-                f"{type(error).__name__}: {error}. Correct that formula.",
+    def _recognize(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take note of an op without a row."""
+        is_overload, name = isinstance(op, torch._ops.OpOverload), name_of(op)
+        # A composite op only calls others, which are dispatched in turn. Modes see it only under inference mode.
+        if looks_like_attention_forward(op, args, kwargs) and not (
+            is_overload and torch_private.is_composite(qualified_name(op))
+        ):
+            self.findings[op] = (
+                f"{qualified_name(op)} looks like an attention forward and has no row. If it is one: "
+                f"{suggested_row(op, args, kwargs)}. If not: {no_attention(*name.split('::'))}"
             )
-            return 0
+        elif is_overload and writes_its_buffer(op):
+            self.writing += not is_called_by_fsdp()
+        elif is_overload:
+            self._follow(op, name, args, outputs)
 
-    def passed_by(self) -> list[str]:
-        """Attention ops that were called, and whose call the tape did not get."""
-        arrived = {op.qualified_name for op, _ in self.tape.attention_calls}
-        return [op.name for op in self._called if op.qualified_name not in arrived]
-
-    def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        name = name_of(op)
+    def _follow(self, op: torch._ops.OpOverload, name: str, args: Sequence[Any], outputs: Any) -> None:
+        """Follow the data of an op that may be part of an attention which is written out."""
         if not is_from_torch(op):
             self.foreign.setdefault(op, self._running)
         keys = self._softmax_attention.follow(op, args, outputs)
@@ -195,11 +213,6 @@ class Observer(PassThrough):
     def _note_small(self, keys: int, cause: str) -> None:
         if self.tape.policy.saves(keys):
             self.small.append(SmallOps(self._running, keys, cause))
-
-    @property
-    def _running(self) -> str:
-        """Name in the block of the module that runs."""
-        return self._modules[-1][0] if self._modules else ""
 
     def _why_decomposed(self, scores: torch.Tensor) -> str:
         """Why torch took no fused kernel; "" if that shows in the next ops, or not at all."""
@@ -218,11 +231,6 @@ class Observer(PassThrough):
         """Listener: an attention runs outside the region, in the kernel of another op, or in another thread."""
         elsewhere = threading.get_ident() != self._thread and leads_to(args, self._roots)
         if elsewhere and self.tape.policy.saves(op.keys(args, kwargs)):
-            self.elsewhere.append(
+            self.findings[op] = (
                 f"{op.name} was called in another thread, where no region is open: call it in the block's own"
             )
-
-
-def _is_composite(op: Any) -> bool:
-    """Whether an op only calls other ops, which are dispatched in turn. Modes see it only under inference mode."""
-    return isinstance(op, torch._ops.OpOverload) and torch_private.is_composite(name_of(op))

@@ -6,7 +6,7 @@ import collections
 import functools
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,39 +99,44 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
     """The storages that regions hold, each once."""
     held: dict[object, _Held] = {}
     for region in regions:
-        container = _container(region)
-        values: list[tuple[str, int, Any]] = []
-        for entry in region.tape.entries if region.tape is not None else ():
-            contents = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
-            values += [(contents, int(entry.keys), value) for value in entry.held]
-        values += [("inputs", 0, value) for value in _inputs(region)]
-        copies = region.beginning.snapshot.copies if region.beginning.snapshot is not None else {}
-        values += [("buffers", 0, copy) for copy in copies.values()]
-        for contents, keys, value in values:
-            key: object
-            storage = value.storage if isinstance(value, StashedTensor) else value
-            tensor = storage.device if isinstance(storage, StashedStorage) else value
-            # The user's hooks decide where it is: to ask them would bring it back.
-            if isinstance(value, Packed):
-                key, place, size = id(value), HOOKS, value.nbytes
-            elif isinstance(storage, StashedStorage) and tensor is None:
-                key, place, size = id(storage), HOST, storage.size
-            elif isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
-                key, place = torch_private.memory(tensor), tensor.device.type
-                size = tensor.untyped_storage().nbytes()
-            else:
-                continue
-            held.setdefault(key, _Held(container, contents, place, size, keys))
+        for contents, keys, value in _contents(region):
+            if (found := _memory(value)) is not None:
+                key, place, size = found
+                held.setdefault(key, _Held(_container(region), contents, place, size, keys))
     return list(held.values())
 
 
-def _inputs(region: Region) -> Iterable[Any]:
+def _contents(region: Region) -> Iterator[tuple[str, int, Any]]:
+    """What a region holds: contents, number of keys, and value, as in `_Held`."""
+    for entry in region.tape.entries if region.tape is not None else ():
+        contents = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
+        for value in entry.held:
+            yield contents, int(entry.keys), value
     # To unpack offloaded inputs would copy them back, and there is no memory.
     if region.stash is not None and region.stash.takes_inputs:
-        return [storage for storage in region.stash.storages if storage.input_of is not None]
-    # Slots of a checkpoint around the region hold nothing, and to unpack them would run that checkpoint's recompute.
-    args = () if region.in_checkpoint else torch_private.unpack(region.beginning.saved_args)
-    return torch_private.tree_leaves((args, region.beginning.kwargs))
+        inputs = [storage for storage in region.stash.storages if storage.input_of is not None]
+    else:
+        # Slots of a checkpoint around the region hold nothing. To unpack them would run that checkpoint's recompute.
+        args = () if region.in_checkpoint else torch_private.unpack(region.beginning.saved_args)
+        inputs = torch_private.tree_leaves((args, region.beginning.kwargs))
+    for value in inputs:
+        yield "inputs", 0, value
+    for value in region.beginning.snapshot.copies.values() if region.beginning.snapshot is not None else ():
+        yield "buffers", 0, value
+
+
+def _memory(value: Any) -> tuple[object, str, int] | None:
+    """A key for the memory of a value, its place and its size in bytes; None for a value without memory."""
+    if isinstance(value, Packed):  # the user's hooks decide where it is: to ask them would bring it back
+        return id(value), HOOKS, value.nbytes
+    storage = value.storage if isinstance(value, StashedTensor) else value
+    if isinstance(storage, StashedStorage):
+        if storage.device is None:
+            return id(storage), HOST, storage.size
+        value = storage.device
+    if isinstance(value, torch.Tensor) and torch_private.has_storage(value):
+        return torch_private.memory(value), value.device.type, value.untyped_storage().nbytes()
+    return None
 
 
 def _way_out(regions: Sequence[Region], held: Sequence[_Held], may_be_host: bool) -> str:
@@ -151,10 +156,9 @@ def _way_out(regions: Sequence[Region], held: Sequence[_Held], may_be_host: bool
         steps.append(_OFFLOADED)
 
     def size_under(policy: Policy) -> int:
-        moves = policy.offloads_inputs and not current.offloads_inputs
-        # Regions whose inputs stay on the device.
-        staying = min(policy.keep, len(regions)) if moves else len(regions)
-        inputs = sum(storage.size for storage in on_device if storage.contents == "inputs") * staying // len(regions)
+        inputs = sum(storage.size for storage in on_device if storage.contents == "inputs")
+        if policy.offloads_inputs and not current.offloads_inputs:
+            inputs = inputs * min(policy.keep, len(regions)) // len(regions)  # the rest leaves the device
         return inputs + sum(storage.size for storage in on_device if _is_saved(policy, storage))
 
     total = sum(storage.size for storage in on_device)

@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import torch_private
+from fastac.engine.beginning import tensors_in
 from fastac.registry.torch_private import Op, arguments_of, name_of
 
 # An op without a row says only by its name what it computes. The words are those of kernels and Functions of the
@@ -128,11 +129,8 @@ def looks_like_attention_forward(op: Op, args: Sequence[Any], kwargs: Mapping[st
     namespace, _, name = name_of(op).partition("::")
     if not names_attention_kernel(name, namespace):
         return False
-    shapes: list[Shape] = []
-    for value in [*args, *kwargs.values()]:
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                shapes.append(torch_private.shape_of(tensor))
+    tensors = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.is_floating_point()]
+    shapes = [torch_private.shape_of(tensor) for tensor in tensors]
     return has_attention_inputs(shapes, [argument.name for argument in arguments_of(op) if "Tensor" in argument.type])
 
 
@@ -141,36 +139,38 @@ def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[st
 
     names: names of its parameters. shapes: shapes of the parameters that are tensors; the first is the query.
     """
-    key = next((name for name in names if _KEYS.match(name) and name in shapes), None)
-    query = next(iter(shapes), None)
-    layout = None
-    if key is not None and query is not None:
-        sequences = any("seqlen" in name or name.startswith("cu_") for name in names)
-        layout = _layout(key, shapes[query], shapes[key], sequences)
-    options = f"key={'...' if key is None else repr(key)}, layout={'...' if layout is None else repr(layout)}"
-    missing = [f"key: which of {', '.join(shapes) or 'its parameters'} holds the keys"] * (key is None)
-    shape = shapes.get(key or "", None)
-    seen = "" if shape is None else f", of shape {tuple(shape)}"
-    layouts = "bs3hd, t3hd" if "kv" in (key or "") else "bshd, bhsd, thd"
-    missing += [f"layout: where the keys{seen}, have their sequence: {layouts}"] * (layout is None)
+    key = next((name for name in names if _KEYS.match(name) and name in shapes), "")
+    shape, query = shapes.get(key), next(iter(shapes.values()), None)
+    is_packed = any("seqlen" in name or name.startswith("cu_") for name in names)
+    layout = _layout(key, query or (), shape or (), is_packed)
+    missing = []
+    if not key:
+        missing.append(f"key: which of {', '.join(shapes) or 'its parameters'} holds the keys")
+    if not layout:
+        seen = "" if shape is None else f", of shape {tuple(shape)}"
+        layouts = "bs3hd, t3hd" if "kv" in key else "bshd, bhsd, thd"
+        missing.append(f"layout: where the keys{seen}, have their sequence: {layouts}")
+    options = f"key={repr(key) if key else '...'}, layout={repr(layout) if layout else '...'}"
     return options, f" ({'; '.join(missing)})" * bool(missing)
 
 
-def _layout(key: str, query: Shape | None, keys: Shape | None, sequences: bool) -> str | None:
-    """The layout of the keys, if shapes show it: by a sequence of another length, or by a dimension for q, k and v."""
-    dims = 0 if keys is None else len(keys)
+def _layout(key: str, query: Shape, keys: Shape, is_packed: bool) -> str:
+    """The layout of the keys, if shapes show it: by a sequence of another length, or by a dimension for q, k and v.
+
+    The shapes are empty if they are not known.
+    """
     if "kv" in key:
         parts = 3 if "qkv" in key else 2
-        tells = keys is not None and dims in (4, 5) and keys[-3] == parts and parts not in keys[:-3]
-        return {5: "bs3hd", 4: "t3hd"}[dims] if tells else None
-    if sequences and dims == 3:
+        shows = len(keys) in (4, 5) and keys[-3] == parts and parts not in keys[:-3]
+        return ("t3hd" if len(keys) == 4 else "bs3hd") if shows else ""
+    if is_packed and len(keys) == 3:
         return "thd"
-    if query is None or keys is None or len(query) != dims or dims != 4 or query[0] != keys[0]:
-        return None
+    if not len(query) == len(keys) == 4 or query[0] != keys[0]:
+        return ""
     other = [place for place in (1, 2) if query[place] != keys[place]]
     # A multiple may also be grouped queries: several heads of queries for each head of keys.
     if len(other) != 1 or query[other[0]] % keys[other[0]] == 0:
-        return None
+        return ""
     return "bshd" if other == [1] else "bhsd"
 
 
@@ -253,8 +253,7 @@ class SoftmaxAttention:
         if not isinstance(output, torch.Tensor) or not torch_private.has_storage(output):
             return None
         name = op._schema.name
-        flat = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        tensors = [value for value in flat if isinstance(value, torch.Tensor) and torch_private.has_storage(value)]
+        tensors = [tensor for tensor in tensors_in(args) if torch_private.has_storage(tensor)]
         for tensor in tensors:
             # In the forward of an autograd.Function a view of an input looks like a leaf. So a view is not a weight.
             if tensor._is_view() or self._mark_of(tensor) is not None:

@@ -8,52 +8,45 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from fastac import backends, registry
 from fastac.backends import plugins
-from fastac.diagnosis.autograd_graph import foreign_functions
-from fastac.diagnosis.observer import Observer
+from fastac.diagnosis.autograd_graph import Shapes
 from fastac.diagnosis.recognition import has_attention_inputs
 from fastac.engine import kinds, opaque, torch_private
 from fastac.engine.tape import Tape
 from fastac.registry import OPAQUE_NAMESPACE, AttentionOp, Row
-from fastac.registry.torch_private import name_of, op_names
+from fastac.registry.torch_private import Op, name_of, op_names
 
 logger = logging.getLogger("fastac")
 
 
-def unknown_calls(
-    where: str, nodes: Sequence[Any], recorded: Collection[int], observer: Observer | None
-) -> tuple[str, ...]:
+def unknown_calls(where: str, functions: Iterable[type], ops: Mapping[Op, str]) -> list[str]:
     """Names of ops and autograd.Functions that a region runs again and that fastac does not know.
 
     Each is logged once, at level INFO.
 
     Args:
         where: the region's block.
-        nodes: autograd nodes of the region.
-        recorded: sequence numbers of the nodes in which attention calls were recorded.
-        observer: the observer of the region; None for compiled code.
+        functions: the Functions.
+        ops: the ops, with the module in the block that called each.
     """
-    places = {} if observer is None else {name_of(op): f"in {where}.{at}" for op, at in observer.foreign.items()}
-    for function in foreign_functions(nodes, recorded):
-        places[function.__name__] = f"of {function.__module__}, in {where}"
+    places = {name_of(op): f"in {where}.{at}" for op, at in ops.items()}
+    places |= {function.__name__: f"of {function.__module__}, in {where}" for function in functions}
     for name, place in places.items():
         if kinds.is_first(f"unknown {name}"):
             logger.info("%s (%s) runs again in recompute: it has no row, and is not torch's", name, place.rstrip("."))
-    return tuple(places)
+    return list(places)
 
 
-def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> None:
+def check_rows(foreign: Mapping[type, Shapes], tape: Tape) -> None:
     """Warn, once, of rows and Functions that match nothing, and of ops whose calls do not arrive where they should.
 
     Only rows and Functions of the user or of a plugin are looked at.
 
     Args:
-        nodes: autograd nodes of a region.
-        recorded: sequence numbers of the nodes in which attention calls were recorded.
+        foreign: the Functions of a region that fastac does not know.
         tape: the tape of its forward.
     """
     # fastac's own rows are for many libraries, and most of these are not installed.
@@ -68,7 +61,6 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
     waiting = [op for op in bound if op.differentiates and op.qualified_name not in arrived]
     # The autograd kernel of a torch.library.custom_op calls the op, so its calls arrive.
     waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]
-    foreign = foreign_functions(nodes, recorded) if waiting else {}
     for op in waiting:
         for function, shapes in foreign.items():
             if has_attention_inputs(shapes):

@@ -135,26 +135,25 @@ def _register(op: Op, row: AttentionOp, is_backward: bool) -> None:
 
     def forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         call = named_arguments(defaults, args, kwargs)
-        outputs = tree_leaves(call[written[0]] if written else out_val)
-        output = next(value for value in outputs if isinstance(value, torch.Tensor))
+        output = _tensors(tree_leaves(call[written[0]] if written else out_val))[0]
         return products(row, call, output, call[row.key]).forward()
 
     def backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         call = named_arguments(defaults, args, kwargs)
-        gradient, _, key, _ = _tensors(call)[:4]
+        gradient, _, key, _ = _tensors(call.values())[:4]
         return products(row, call, gradient, key).backward()
 
     def keys_of_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         call = named_arguments(defaults, args, kwargs)
-        return number_of_keys(row, call.get(row.max_kv or ""), _tensors(call)[2], row.name)
+        return number_of_keys(row, call.get(row.max_kv or ""), _tensors(call.values())[2], row.name)
 
     add_formula(op, backward if is_backward else forward)
     if is_backward:
         _keys[_target(op)] = keys_of_backward
 
 
-def _tensors(call: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [value for value in call.values() if isinstance(value, torch.Tensor)]
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _target(op: Op) -> Any:

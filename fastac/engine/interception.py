@@ -40,14 +40,13 @@ def install() -> list[BoundOp]:
     with process.lock:
         present = registry.present_ops()
         for op in present:
-            _intercept(op)
-            op.number = process.installed[op.qualified_name].number
-            # The op may have been defined again since, with other arguments, or its row replaced.
-            process.installed[op.qualified_name] = op
-        # A row that says "other" now: the function at BackendSelect stays, and passes calls on.
-        for other in registry.others(process.installed):
-            other.number = process.installed[other.qualified_name].number
-            process.installed[other.qualified_name] = other
+            # A row may say "other" now: the function at BackendSelect stays, and passes calls on.
+            if op.kind != "other":
+                _intercept(op)
+            if op.qualified_name in process.installed:
+                op.number = process.installed[op.qualified_name].number
+                # The op may have been defined again since, with other arguments, or its row replaced.
+                process.installed[op.qualified_name] = op
         process.modules = loaded_modules()
         return present
 

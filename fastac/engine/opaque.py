@@ -58,15 +58,18 @@ class Companion:
     materializes: list[bool]
     # Other attributes of the context.
     attributes: Mapping[str, Any]
-    # Something else that the forward did. A call that does not run again cannot repeat it.
-    problem: str = ""
+    # Name of the Function, and numbers of the tensors that it wrote among those of its arguments.
+    function: str
+    written: list[int]
 
     def check(self) -> None:
-        """Raise FastacError for a call that cannot be replayed because it did more than return tensors."""
-        if self.problem:
+        """Raise FastacError for a call that cannot be replayed because it wrote a tensor of its arguments."""
+        # The call itself is right, and only its replay would be wrong: not an error if the policy does not save it.
+        if self.written:
             raise FastacError(
-                f"{self.problem}. A saved call does not run again, so that would be missing in recompute. Change that, "
-                f'or use policy="full" for this block.'
+                f"{self.function} writes into the tensor number {self.written[0]} of its arguments. A saved call does "
+                f"not run again, so that would be missing in recompute. Change that, or use "
+                f'policy="full" for this block.'
             )
 
     def give(self, context: Any, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
@@ -103,7 +106,7 @@ class _KernelCall:
     def run(self) -> list[torch.Tensor]:
         """Run the forward. Returns its outputs, and the tensors that it saved beyond its inputs."""
         context = self.context
-        versions, saved_before = torch_private.versions(self.tensors), torch_private.count_of_saved()
+        versions = torch_private.versions(self.tensors)
         materializes: list[bool] = []
         context.set_materialize_grads = materializes.append  # the context does not say what it was given
         try:
@@ -127,16 +130,16 @@ class _KernelCall:
 
         returned = torch_private.tree_map(place_of, outputs)
         saved, constants = ([place_of(tensor) for tensor in tensors_given] for tensors_given in (to_save, constant))
-        problem, function = "", context.name().removesuffix("Backward")
-        # Kept for later: the call is right as it is, and only its replay would be wrong. See Companion.check.
-        if (versions_after := torch_private.versions(self.tensors)) != versions:
-            pairs = enumerate(zip(versions, versions_after, strict=True))
-            written = next(number for number, (earlier, later) in pairs if earlier != later)
-            problem = f"{function} writes into the tensor number {written} of its arguments"
-        elif torch_private.count_of_saved() != saved_before:
-            problem = f"{function} enables grad in its forward, and makes a graph there"
-        self.companion = Companion(returned, saved, constants, materializes, attributes, problem)
+        pairs = zip(versions, torch_private.versions(self.tensors), strict=True)
+        written = [number for number, (earlier, later) in enumerate(pairs) if earlier != later]
+        self.companion = Companion(returned, saved, constants, materializes, attributes, _function(context), written)
         return tensors
+
+
+def _function(context: Any) -> str:
+    """The name of the Function that a context belongs to."""
+    name: str = context.name()
+    return name.removesuffix("Backward")
 
 
 def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
@@ -144,7 +147,7 @@ def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
     others = [type(value).__name__ for value in sequence if not isinstance(value, torch.Tensor | None)]
     if dirty or others:
         raise FastacError(
-            f"{context.name().removesuffix('Backward')} {'calls mark_dirty' if dirty else f'returns a {others[0]}'}, "
+            f"{_function(context)} {'calls mark_dirty' if dirty else f'returns a {others[0]}'}, "
             f"which cannot be saved. Return new tensors or None, and keep other values on the context; or use "
             f'policy="full" for this block.'
         )
@@ -284,24 +287,20 @@ def _key_of(row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[tor
 
 def _is_watched(tensors: Sequence[Any]) -> bool:
     """Whether the call may be saved or counted. If not, and in traces, the forward just runs."""
-    if torch_private.in_proxy_trace():
+    # The op has no rule for tensors without data, or for subclasses (DTensor).
+    if torch_private.in_proxy_trace() or any(map(torch_private.is_fake, tensors)):
         return False
-    for tensor in tensors:
-        # The op has no rule for tensors without data, or for subclasses (DTensor).
-        if torch_private.is_fake(tensor) or is_traceable_wrapper_subclass(tensor):
-            return False
+    if any(map(is_traceable_wrapper_subclass, tensors)):
+        return False
     listening = thread.scope is not None or bool(process.listeners) or bool(process.replayed_calls)
     return listening or torch_private.in_dispatch_mode()
 
 
 @torch_private.constant_under_dynamo
 def _warn_compiled(name: str) -> None:
-    logger.warning(
-        "%s::%s is in a compiled graph, where its kernel has no op: a checkpointed region there recomputes it. "
-        "Register the kernel as a torch.library.custom_op to have it saved.",
-        OPAQUE_NAMESPACE,
-        name,
-    )
+    where = "is in a compiled graph, where its kernel has no op: a checkpointed region there recomputes it"
+    advice = "Register the kernel as a torch.library.custom_op to have it saved."
+    logger.warning("%s::%s %s. %s", OPAQUE_NAMESPACE, name, where, advice)
 
 
 def is_visible(function: type) -> bool:
@@ -338,18 +337,15 @@ def make_known_visible() -> None:
     """
     if (loaded := interception.loaded_modules()) == process.modules_of_functions:
         return
+    settled = process.settled_functions
     with process.lock:
         for name, module in sys.modules.copy().items():  # other threads import meanwhile; copy() is atomic
             for known in process.known_functions:
                 # From its __dict__: getattr would make a lazy module load it.
                 function = getattr(module, "__dict__", {}).get(known.name)
-                if (
-                    function is None
-                    or (known, name) in process.settled_functions
-                    or not re.fullmatch(known.module, name)
-                ):
+                if function is None or (known, name) in settled or not re.fullmatch(known.module, name):
                     continue
-                process.settled_functions.add((known, name))
+                settled.add((known, name))
                 if is_visible(function):  # the user has called make_visible, with other options
                     continue
                 options = {field: value for field, value in vars(known).items() if field not in ("module", "name")}

@@ -292,8 +292,6 @@ class Tape(Scope):
         self.attention_calls: list[tuple[BoundOp, int]] = []
         # Names of the Linear modules whose outputs were stored.
         self.products: list[str] = []
-        # Ops that drew random numbers in a call in which they draw none according to their row.
-        self.denied: list[BoundOp] = []
         # Numbers of keys of attention that the policy saves and that ran as small ops, with no output to store.
         self.decomposed: list[int] = []
         # The collectives of the region; None without any.
@@ -365,8 +363,6 @@ class Tape(Scope):
         if before:
             after = [(device, generator_state(device)) for device in before]
             entry.generators = [(device, state) for device, state in after if not torch.equal(state, before[device])]
-            if entry.generators and not op.draws(args, kwargs):
-                self.denied.append(op)
         # autograd notices in-place changes of the output of a differentiable call. It does not watch outputs inside an
         # autograd.Function (compiled code and custom ops reuse buffers), or if no input requires grad (the user may
         # then write into the output). In both cases store a copy.
@@ -397,9 +393,7 @@ class Tape(Scope):
             op.check_call(args, kwargs)
         if op.selects:
             entry.selection = sparse.Selection(op.selection(args, kwargs))
-        # In an observed region, look whether attention draws, whatever its row says about dropout.
-        is_watched = op.is_attention and self.callers is not None
-        if self.preserves_generators and (is_watched or (op.may_draw and op.draws(args, kwargs))):
+        if self.preserves_generators and op.may_draw and op.draws(args, kwargs):
             return {device: generator_state(device) for device in devices_of(args)}
         return {}
 

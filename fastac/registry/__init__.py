@@ -6,7 +6,6 @@ and remembers it. No library is imported for that: its ops are in the dispatcher
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import re
@@ -366,9 +365,11 @@ def register(*new_rows: Row, replace: bool = False) -> None:
                 check_row(row)
                 others = [other for other in state.rows if _identity(row) == _identity(other)]
                 if others and row not in others and not replace:
+                    options = vars(others[0]).items()
+                    differences = [f"{name}={value!r}" for name, value in options if value != vars(row).get(name)]
                     raise FastacError(
                         f"register: there is another row for {row.namespace}::{row.name}, with "
-                        f"{_differences(others[0], row)}. To replace it: fastac.register(..., replace=True)."
+                        f"{', '.join(differences)}. To replace it: fastac.register(..., replace=True)."
                     )
                 # A notebook's cell that is run again registers an equal row: it keeps its place.
                 if row not in others:
@@ -427,11 +428,6 @@ def check_named(
             )
 
 
-def _differences(old: Row, new: Row) -> str:
-    """The options of a row that have another value in a second row."""
-    return ", ".join(f"{name}={value!r}" for name, value in vars(old).items() if value != getattr(new, name, None))
-
-
 def _identity(row: Row) -> tuple[str, str, str]:
     return row.namespace, row.name, getattr(row, "with_argument", "")
 
@@ -475,19 +471,6 @@ def is_other(namespace: str, name: str) -> bool:
     return any(row.kind == "other" and row.names(namespace, name) for row in state.rows)
 
 
-def others(qualified_names: Iterable[str]) -> list[BoundOp]:
-    """The ops among some names that are not an attention, as a row says."""
-    # Rows of this kind are rare. Without one, no name has to be looked up.
-    if not any(row.kind == "other" for row in state.rows):
-        return []
-    classified = []
-    for name in qualified_names:
-        # An op whose row does not fit raises when a region calls it, not here.
-        with contextlib.suppress(FastacError):
-            classified.append(classify(find_op(name)))
-    return [bound for bound in classified if bound is not None and bound.kind == "other"]
-
-
 def find_op(qualified: str) -> Op | None:
     """The op of a qualified name; None if a library has registered an implementation and not yet defined the op."""
     namespace, _, rest = qualified.partition("::")
@@ -526,6 +509,6 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
                 state.reported.add(str(error))
                 logger.error("%s (left out: a region that calls the op raises)", error)
             continue
-        if bound is not None and bound.kind != "other":
+        if bound is not None:
             present.append(bound)
     return present

@@ -72,6 +72,16 @@ def model_of(*attends: Any, policy: Any = "attn_only") -> Any:
     return model
 
 
+def test_a_library_that_loads_in_a_region(namespace: str) -> None:
+    fastac.register(row(namespace, "late"))
+    made = functools.cache(make_op)
+    model = model_of(lambda *heads: made(namespace, "late")(*heads))
+    with pytest.raises(PolicyNotAppliedError, match=r"the library of .*late.* was loaded just now: import it before"):
+        train_step(model, inputs())
+    train_step(model, inputs())
+    assert fastac.report(model).rows[0].saved == 2
+
+
 @pytest.fixture(params=["op", "Function"])
 def neutral(request: pytest.FixtureRequest, namespace: str) -> tuple[Any, str]:
     """An attention that nothing says is one, and its name."""

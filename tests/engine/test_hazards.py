@@ -98,10 +98,10 @@ def test_row_that_says_nothing_is_taken_to_draw() -> None:
 
 
 def test_row_that_denies_drawing() -> None:
-    """Later draws would differ in recompute. The first region of a kind notices."""
+    """Later draws differ in recompute. The comparison of values notices."""
     attend = dropout_attention("draws_in_secret", None)
     model = stack(policy="attn_only", block=functools.partial(AttentionBlock, attend=attend, dropout=0.2))
-    with pytest.raises(FastacError, match=r"draws_in_secret.* drew .*dropout=None"):
+    with pytest.raises(FastacError, match="saved by dropout"):
         train_step(model, stack_inputs())
 
 

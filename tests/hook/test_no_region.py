@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import pickle
-import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -202,15 +201,13 @@ def test_reentrant_checkpoints_around_blocks(run: Any, first: int) -> None:
 
 
 @pytest.mark.parametrize("is_reentrant", [True, False])
-def test_checkpoints_around_blocks_that_save_nothing(is_reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """All is exact. A reentrant one runs the blocks three times: one warning. Twice is what was asked for."""
+def test_checkpoints_around_blocks_that_save_nothing(is_reentrant: bool) -> None:
+    """All is exact. A reentrant one runs the blocks three times. Twice is what was asked for."""
     model, inputs = caller(reentrant if is_reentrant else not_reentrant), stack_inputs()
     expected = train_step(model, inputs)
     fastac.enable(model, "full", blocks="blocks")
     for _ in range(2):
         assert support.executions_of(model, inputs, expected) == (12 if is_reentrant else 8)
-    warning = r"blocks\.1: its forward runs three times.*CheckpointFunction.*use_reentrant=False"
-    assert [re.search(warning, text) is not None for text in caplog.messages] == [True] * is_reentrant
 
 
 # Attention in a backward, outside a replay

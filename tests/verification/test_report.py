@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
 from fastac import Policy
@@ -69,18 +69,6 @@ def test_the_line_to_paste() -> None:
         )
     fastac.disable(model)
     assert fastac.report(model).summary == ""
-
-
-def test_a_flop_formula_that_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It costs a figure, not the step; the log names the op, once."""
-    model, inputs = support.build(WAN)
-    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, lambda *args, **kwargs: 1 // 0)
-    fastac.enable(model)
-    train_step(model, inputs)
-    (said,) = [one for one in caplog.messages if "FLOPs" in one]
-    assert "aten.addmm.default" in said
-    assert "ZeroDivisionError" in said
-    assert fastac.report(model).rows[0].flops > 0
 
 
 class Masked(support.AttentionBlock):

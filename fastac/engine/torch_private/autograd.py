@@ -48,7 +48,7 @@ def in_compiled_autograd() -> bool:
 # The hooks of a checkpoint are known by two names that must not be changed: `Region._checkpoint_hook` and
 # `Recompute._recomputation_hook` of fastac.engine bear the names of torch's two classes in
 # torch.utils.checkpoint, whose hooks are functions inside them. torch has no other mark before 2.14. Readers of the
-# names are the four functions below, and through them region, tape, offload, opaque, checkpointing, diagnosis,
+# names are the three functions below, and through them region, tape, offload, opaque, checkpointing, diagnosis,
 # compiled.graphs and planning.
 
 
@@ -69,13 +69,6 @@ def user_hooks() -> Any:
 
 # Gives the message of torch.autograd.graph.disable_saved_tensors_hooks, or of torch.func.grad; None if hooks are on.
 hooks_off: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-
-
-def count_of_saved() -> int:
-    """How many tensors autograd has saved in the forward of a region whose hook is the innermost; else 0."""
-    # `slots` is an attribute of Region, whose bound method is the hook: it must not be renamed either.
-    region = getattr(_packs("_checkpoint_hook"), "__self__", None)
-    return len(getattr(region, "slots", ()))
 
 
 def _packs(*names: str) -> object:
