@@ -139,9 +139,11 @@ def may_run_again(node: Any) -> bool:
     """Whether attention that runs during this node's backward is expected.
 
     If not, a checkpoint that is not fastac's is running it again. An attention's own backward may run its forward again
-    (diffusers' context parallelism does), with or without checkpointing. So may Functions of torch: compiled code,
-    custom ops, torch.cond.
+    (diffusers' context parallelism does), with or without checkpointing. So may Functions of torch: custom ops,
+    torch.cond. A graph of torch.compile may not: if it does, the compiler did not keep what it should.
     """
+    if node.name() == torch_private.COMPILED_NODE:
+        return False
     function = torch_private.function_of(node)
     if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
         return True

@@ -14,12 +14,21 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compiled.graphs import TAG
-from fastac.compiled.tracing import Decisions, refuse_eager_only
+from fastac.compiled.tracing import refuse_eager_only
 from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import STATE, call, depends_on_tangents, draws, is_getitem, mark, stays, untag, value_of
+from fastac.graph.nodes import (
+    STATE,
+    TAG,
+    decisions_about,
+    depends_on_tangents,
+    draws,
+    is_getitem,
+    mark,
+    stays,
+    untag,
+)
 from fastac.graph.saved_values import mark_saved
 from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, op_name, returns_views
 from fastac.policy import Policy, resolve
@@ -120,21 +129,14 @@ def _unseeded(op: Any) -> Callable[..., Any]:
 
 def _tag_attention(joint: GraphModule, policy: Policy) -> list[Node]:
     """Tag the attention calls of a joint graph's forward. Returns those to be saved."""
-    saved = []
-    decisions = Decisions(policy)
     dependent = depends_on_tangents(joint.graph)
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or node in dependent or is_getitem(node):
-            continue
-        decision = decisions.of(node.target, *call(joint, node), value_of(node))
-        if decision:
-            saved.append(node)
-        if decision is not None:
-            # An op with several outputs is a tuple in the graph. torch saves its items, so these have the tag, too.
-            for tagged in (node, *filter(is_getitem, node.users)):
-                _tag(tagged, CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.MUST_RECOMPUTE)
-    decisions.check()
-    return saved
+    forward = [node for node in joint.graph.nodes if node.op == "call_function" and node not in dependent]
+    decisions = decisions_about(joint, forward, policy)
+    for node, is_saved in decisions.items():
+        # An op with several outputs is a tuple in the graph. torch saves its items, so these have the tag, too.
+        for tagged in (node, *filter(is_getitem, node.users)):
+            _tag(tagged, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
+    return [node for node, is_saved in decisions.items() if is_saved]
 
 
 def _tag(node: Node, decision: CheckpointPolicy) -> None:

@@ -14,10 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compiled.graphs import TAG
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.graph import torch_private
-from fastac.graph.nodes import depends_on_tangents, draws, op_of, outputs_of, untag
+from fastac.graph.nodes import TAG, depends_on_tangents, draws, op_of, outputs_of, untag
 from fastac.graph.partitioning import Graphs, parameters_of, partition, recompute_parameter_gathers
 from fastac.graph.saved_values import find_saved, mark_of, memory_of, saved_nodes
 

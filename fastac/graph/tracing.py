@@ -19,12 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastac.backends.plugins import prepare
 from fastac.compiled import tracing
-from fastac.compiled.graphs import is_attention
 from fastac.engine import generators, releases
 from fastac.engine.torch_private import is_fake, tree_leaves, tree_map
 from fastac.errors import FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_backward, mark, marks, regions
+from fastac.graph.nodes import REPEATS, STATE, draws, is_attention, is_backward, mark, marks, regions
 from fastac.policy import Policy
 
 Description = dict[str, object]
@@ -145,7 +144,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
 def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) -> str:
     """One line for the log: 2 regions (attn_only), 4 attention calls, 0 run again, 308 nodes recomputed."""
-    recomputed = [node for node in graph_module.graph.nodes if RECOMPUTED in marks(node)]
+    recomputed = [node for node in graph_module.graph.nodes if REPEATS in marks(node)]
     repeated = sum(map(is_attention, recomputed))
     calls = f"{sum(map(is_attention, graph_module.graph.nodes)) - repeated} attention calls"
     if policies is None:
