@@ -25,7 +25,7 @@ from fastac.backends.plugins import prepare
 from fastac.compiled import graphs
 from fastac.compiled.torch_private import NESTED_REGION
 from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward, no_attention
-from fastac.engine import releases, torch_private
+from fastac.engine import kinds, releases, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice
 from fastac.errors import CompiledPolicyNotAppliedError, class_name
@@ -270,8 +270,11 @@ def run_annotated(
     releases.need_traces()
     refuse_eager_only(policy)
     names = _names.get()
-    if names is None:  # somebody else's trace
-        _warn()
+    if names is None and kinds.is_first("trace"):  # somebody else's trace
+        logger.warning(
+            "a trace that is neither dynamo nor AOT: fastac marks checkpointed regions in it, and nothing is "
+            "recomputed until fastac.graph.apply is called on the graph"
+        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     where = (names or {}).get(block_of(function)) or describe(function)
@@ -287,11 +290,3 @@ def expected(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         _names.reset(token)
-
-
-@functools.cache
-def _warn() -> None:
-    logger.warning(
-        "a trace that is neither dynamo nor AOT: fastac marks checkpointed regions in it, and nothing is recomputed "
-        "until fastac.graph.apply is called on the graph"
-    )

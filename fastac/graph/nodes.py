@@ -40,6 +40,11 @@ def mark(node: Node, **new: Any) -> None:
     node.meta["custom"] = {**marks(node), **new}
 
 
+def calls(graph: Graph) -> list[Node]:
+    """The nodes that call a function, in order; the others are inputs, outputs and constants."""
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
 def is_getitem(node: Node) -> bool:
     """Whether a node takes one of several outputs of another."""
     return node.op == "call_function" and node.target is operator.getitem
@@ -140,6 +145,12 @@ def stays(node: Node) -> bool:
     # wait_tensor is impure for torch, because its schema does not say that it waits (pytorch issue 126773, 132341).
     is_collective = getattr(node.target, "namespace", "") in (COLLECTIVES, f"{COLLECTIVES}_autograd")
     return draws(node) or not is_functional(node) or (node.is_impure() and not is_collective)
+
+
+def drop_unused(graph_module: GraphModule) -> None:
+    """Remove nodes that no other node uses, unless they stay."""
+    graph_module.graph.eliminate_dead_code(is_impure_node=stays)
+    graph_module.recompile()
 
 
 # Joint graphs

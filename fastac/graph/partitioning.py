@@ -21,12 +21,13 @@ from fastac.graph import torch_private
 from fastac.graph.nodes import (
     STATE,
     TAG,
+    calls,
     decisions_about,
     depends_on_tangents,
     draws,
+    drop_unused,
     is_getitem,
     mark,
-    stays,
     untag,
 )
 from fastac.graph.saved_values import mark_saved
@@ -76,8 +77,7 @@ class _PolicyPartitioner(torch_private.Partitioner):
             recompute_parameter_gathers(joint.graph, parameters)
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         # With a memory budget of 0 torch's partitioner saves only inputs, and never looks at tags (pytorch#190758).
-        called = [node.name for node in backward.graph.nodes if node.op == "call_function"]
-        if recomputed := [name for name in called if name in attention]:
+        if recomputed := [node.name for node in calls(backward.graph) if node.name in attention]:
             raise CompiledPolicyNotAppliedError(
                 f"{self.policy}: torch's partitioner runs attention again in backward: {', '.join(recomputed)}. "
                 f"activation_memory_budget=0 does that: set it to more."
@@ -102,7 +102,7 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
         # The wrapper has done its work: other passes must find the op.
         for node in module.graph.nodes:
             node.target = getattr(node.target, "fastac_op", node.target)
-        drop_dead_collectives(module)
+        drop_unused(module)
     # Silently wrong gradients without this check: pytorch#190717 and pytorch#190758, with a memory budget below 1. If
     # pytorch#190759 lands, torch saves what it draws.
     drawn = {node.name for node in forward.graph.nodes if draws(node)}
@@ -130,7 +130,7 @@ def _unseeded(op: Any) -> Callable[..., Any]:
 def _tag_attention(joint: GraphModule, policy: Policy) -> list[Node]:
     """Tag the attention calls of a joint graph's forward. Returns those to be saved."""
     dependent = depends_on_tangents(joint.graph)
-    forward = [node for node in joint.graph.nodes if node.op == "call_function" and node not in dependent]
+    forward = [node for node in calls(joint.graph) if node not in dependent]
     decisions = decisions_about(joint, forward, policy)
     for node, is_saved in decisions.items():
         # An op with several outputs is a tuple in the graph. torch saves its items, so these have the tag, too.
@@ -217,9 +217,3 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
     for node in tagged:
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     return tagged
-
-
-def drop_dead_collectives(module: GraphModule) -> None:
-    """Remove collectives that nobody uses from a graph."""
-    module.graph.eliminate_dead_code(is_impure_node=stays)
-    module.recompile()

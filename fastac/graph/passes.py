@@ -24,13 +24,13 @@ from fastac.graph.nodes import (
     TAG,
     decisions_about,
     draws,
+    drop_unused,
     is_backward,
     mark,
     marks,
     memory_of_value,
     op_of,
     regions,
-    stays,
     untag,
     value_of,
 )
@@ -241,8 +241,7 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
         untag(node)
     rematerialized = GraphModule(graph_module, graph)
     # Originals whose only users were in the backward are dead now: this is what frees the memory.
-    rematerialized.graph.eliminate_dead_code(is_impure_node=stays)
-    rematerialized.recompile()
+    drop_unused(rematerialized)
     return rematerialized
 
 

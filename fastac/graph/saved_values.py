@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fastac.engine import releases
-from fastac.graph.nodes import is_getitem, mark, marks, memory_of_value, op_of, outputs_of, value_of
+from fastac.graph.nodes import calls, is_getitem, mark, marks, memory_of_value, op_of, outputs_of, value_of
 from fastac.graph.torch_private import returns_views
 
 FORWARD_MARK, BACKWARD_MARK = "fastac_forward", "fastac_backward"
@@ -122,17 +122,15 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
             value_at[node] = Value(node.name, item, value_of(node).dtype, _sizes(value_of(node)))
     values = tuple(value_at.values())
     returned = {op_of(node) for node in outputs_of(forward.graph)[:num_fwd_outputs] if node is not None}
-    for node in forward.graph.nodes:
-        if node.op == "call_function":
-            saved = tuple(value_at[user] for user in (node, *node.users) if user in value_at and op_of(user) is node)
-            reads = tuple(value_at.get(memory_of(source)) for source in node.all_input_nodes)
-            mark(
-                node,
-                **{FORWARD_MARK: Mark(str(node.target), saved, node in returned, reads, values), BACKWARD_MARK: None},
-            )
-    for node in backward.graph.nodes if backward is not None else ():
-        if node.op == "call_function":
-            mark(node, **{BACKWARD_MARK: Mark(str(node.target), values=values)})
+    for node in calls(forward.graph):
+        saved = tuple(value_at[user] for user in (node, *node.users) if user in value_at and op_of(user) is node)
+        reads = tuple(value_at.get(memory_of(source)) for source in node.all_input_nodes)
+        mark(
+            node,
+            **{FORWARD_MARK: Mark(str(node.target), saved, node in returned, reads, values), BACKWARD_MARK: None},
+        )
+    for node in calls(backward.graph) if backward is not None else ():
+        mark(node, **{BACKWARD_MARK: Mark(str(node.target), values=values)})
     return len(values)
 
 
