@@ -71,7 +71,7 @@ class _PolicyPartitioner(torch_private.Partitioner):
     ) -> Graphs:
         parameters = parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
         for node in parameters:
-            mark(node, **{STATE: node.name})  # `call` knows a product with a weight by this mark
+            mark(node, **{STATE: node.name})  # `arguments_of` knows a product with a weight by this mark
         attention = {node.name for node in _tag_attention(joint, self.policy)}
         if self.gathers:
             recompute_parameter_gathers(joint.graph, parameters)
