@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from fastac.backends.plugins import prepare
-from fastac.compiled import graphs, tracing
+from fastac.compiled import tracing
 from fastac.diagnosis import every_step
-from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observation import Observation
 from fastac.diagnosis.observer import PassThrough
 from fastac.engine import interception, kinds, linear, offload, torch_private
@@ -302,7 +301,6 @@ class _RegionCall:
         """Run the first region of a kind, or a watched region. Raises PolicyNotAppliedError for hidden attention."""
         outputs = region.forward(self.args, observation)
         result = observation.result(outputs)
-        graphs.watch(observation.nodes, self.policy)
         first = self.kind.first
         if first is None:
             if self.policy.linear and self.block is not None:
@@ -312,7 +310,7 @@ class _RegionCall:
             self.observed_state.watched[self.kind] = False
         else:
             self.observed_state.watched.pop(self.kind, None)
-        self._note(region, result, tape, graphs.time())
+        self._note(region, result, tape)
         return outputs
 
     def _run_expected(self, region: Region, tape: Tape) -> Any:
@@ -321,11 +319,6 @@ class _RegionCall:
         first = self.kind.first
         assert first is not None
         result = first
-        # The graph is searched only if something was compiled since, because that takes time.
-        # A plain function can run a different layer, and so a different compiled graph, in each call.
-        compilations = graphs.time()
-        if compilations != self.state.compilations_seen if self.block is not None else compilations > 0:
-            graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
         # A backend that is set after the first region decomposes attention in later ones. The tape sees that by itself.
         if tape.decomposed:
             problems = [every_step.small_ops(describe(self.function), keys) for keys in tape.decomposed]
@@ -337,11 +330,11 @@ class _RegionCall:
                 every_step.warn_of_fewer(self.function)
             elif result.count < first.count:
                 self.observed_state.watched.setdefault(self.kind, True)
-        self._note(region, result, tape, compilations)
+        self._note(region, result, tape)
         return outputs
 
-    def _note(self, region: Region, result: RegionResult, tape: Tape, compilations: int) -> None:
-        """Note what the region did, for reports and for the next region. compilations: so many were seen so far."""
+    def _note(self, region: Region, result: RegionResult, tape: Tape) -> None:
+        """Note what the region did, for reports and for the next region."""
         if not region.slots:
             tape.communication, result = None, RegionResult(result.attention_calls, (), has_graph=False)
         for collector in process.collectors:
@@ -349,7 +342,8 @@ class _RegionCall:
         # Functions that are not blocks share a state by their code, so none of them has a latest region.
         if self.block is not None:
             state = self.state
-            state.compilations_seen, state.communication, state.latest = compilations, tape.communication, result
+            state.compilations_seen = torch_private.compilations.so_far()
+            state.communication, state.latest = tape.communication, result
 
     def _remember(self, result: RegionResult, tape: Tape) -> None:
         """Note the result of the first region of a kind, and log it."""

@@ -169,7 +169,7 @@ class Enabled:
             self.check_saved()
             return
         # Regions inside a compiled graph run no Python of ours: the graph's nodes in the outputs' history show them.
-        missed = replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs))))
+        missed = replaced or (self.host.is_on and not graphs.has_regions(nodes_between(outputs, (args, kwargs))))
         if not (new or missed) or str(self.policy) == "none":
             return
         for name, block in new.items():

@@ -15,7 +15,6 @@ import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
 from fastac import backends, registry
-from fastac.compiled import graphs
 from fastac.diagnosis.every_step import ran_again
 from fastac.engine import releases
 from fastac.engine.process import process
@@ -98,7 +97,7 @@ def as_in_a_fresh_process() -> Iterator[None]:
     if not releases.is_at_least("2.13") and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         gc.collect()  # closes what torch's own checkpoint left open around a forward that raised
     left = ["scope"] if process.thread.scope else []
-    left += ["listeners"] if set(process.listeners) - {ran_again, graphs.ran_again} else []
+    left += ["listeners"] if set(process.listeners) - {ran_again} else []
     left += ["counts of what was answered"] if process.replayed_calls else []
     left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
     left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []

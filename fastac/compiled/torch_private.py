@@ -13,7 +13,7 @@ import torch
 from torch._guards import CompileContext, TracingContext
 from torch.fx import traceback
 
-from fastac.engine.torch_private import COMPILED_NODE, function_of, proxy_mode
+from fastac.engine.torch_private import COMPILED_NODE, function_of
 
 # What stands in a graph. torch documents only the functions that put it there.
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
@@ -37,18 +37,6 @@ def compile_id_of(function: type) -> str:
     """The id of the compilation that made an autograd.Function; "unknown" before torch 2.12."""
     # pytorch#111519 asks torch for an id on the Function itself. Releases before 2.12 have none on its metadata either.
     return str(getattr(getattr(function, "metadata", None), "compile_id_str", "unknown"))
-
-
-def graph_being_traced() -> torch.fx.Graph | None:
-    """The graph that operators of this thread are recorded in; None if there is none."""
-    return getattr(getattr(proxy_mode(), "tracer", None), "graph", None)
-
-
-def is_of_backward(node: torch.fx.Node) -> bool:
-    """Whether a node of AOT's joint graph was recorded while autograd ran, rather than in the forward."""
-    # AOT sets this tag on every node that it records. `autograd_backward`, a newer mark, is missing on some
-    # (pytorch#182416).
-    return node.meta.get("partitioner_tag") != "is_forward"
 
 
 def module_stack() -> list[tuple[str, Any]]:

@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.backends.plugins import prepare
 from fastac.compiled import graphs
+from fastac.compiled.torch_private import NESTED_REGION
 from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward, no_attention
-from fastac.engine import releases, torch_private
+from fastac.engine import kinds, releases, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice
 from fastac.errors import CompiledPolicyNotAppliedError, class_name
@@ -48,6 +49,10 @@ class Decisions:
         # Sparse attention: the number of blocks of each call.
         self._coarse: list[int] = []
         self._unknown: list[Op] = []
+        # A nested region may hold attention, which is not shown.
+        self._has_nested = False
+        # The smallest memory budget that calls to be saved were traced under.
+        self.budget = 1.0
         # Outputs of saved collectives, before the wait.
         self._exchanged: list[Any] = []
 
@@ -88,6 +93,7 @@ class Decisions:
     def _look_for_attention(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
         if self.policy.saves_nothing or not isinstance(op, Op):
             return
+        self._has_nested |= op is NESTED_REGION
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
             self._written_out.append(keys)
@@ -108,6 +114,16 @@ class Decisions:
             problem = (
                 f"{namespace}::{name} looks like an attention forward and has no row (fastac.register). "
                 f"If it is not attention: {no_attention(namespace, name)}"
+            )
+        elif self._has_nested:
+            problem = (
+                "It has a torch.compiler.nested_compile_region, in which the compiler saves what it likes. Compile by "
+                "fastac.compile(model) instead, or leave the nested region out"
+            )
+        elif self.budget < 1:
+            problem = (
+                f"The compiler runs what is saved again: activation_memory_budget is {self.budget:g} "
+                f"(torch._functorch.config, or torch.autograd.graph.region_activation_memory_budget). Set it to 1"
             )
         else:
             return
@@ -173,7 +189,7 @@ def traced_contexts(policy: Policy) -> Contexts:
     """
     need_torch()
     refuse_eager_only(policy)
-    traced = graphs.region(policy)
+    traced = graphs.note_region()
     decisions = Decisions(policy)
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -181,14 +197,12 @@ def traced_contexts(policy: Policy) -> Contexts:
         bound = classify(op)
         if bound is not None and bound.is_attention:
             traced.add(policy, bound, bound.keys(args, kwargs), bool(saved), context.op_output)
+        if saved and torch_private.in_proxy_trace():  # without a trace the policy is asked for a plan
+            decisions.budget = min(decisions.budget, torch_private.memory_budget())
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def leave() -> None:
-        decisions.check()
-        traced.leave()
-
     forward, recompute = create_selective_checkpoint_contexts(decide)
-    forward.__class__, forward.leave = _Checked, leave
+    forward.__class__, forward.leave = _Checked, decisions.check
     return forward, recompute
 
 
@@ -256,8 +270,11 @@ def run_annotated(
     releases.need_traces()
     refuse_eager_only(policy)
     names = _names.get()
-    if names is None:  # somebody else's trace
-        _warn()
+    if names is None and kinds.is_first("trace"):  # somebody else's trace
+        logger.warning(
+            "a trace that is neither dynamo nor AOT: fastac marks checkpointed regions in it, and nothing is "
+            "recomputed until fastac.graph.apply is called on the graph"
+        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     where = (names or {}).get(block_of(function)) or describe(function)
@@ -273,11 +290,3 @@ def expected(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         _names.reset(token)
-
-
-@functools.cache
-def _warn() -> None:
-    logger.warning(
-        "a trace that is neither dynamo nor AOT: fastac marks checkpointed regions in it, and nothing is recomputed "
-        "until fastac.graph.apply is called on the graph"
-    )

@@ -76,19 +76,34 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         # The region's forward made the node that is running, so this attention belongs to a checkpoint inside it.
         if first < number <= last and policy.saves(keys):
             raise PolicyNotAppliedError(
-                f"{policy}: {op.name} over {keys} keys ran again in backward, called by {node.name()}: a checkpoint of "
-                f"the block's own (reentrant, or a library's) is around it.\nRemove that checkpoint, or use "
-                f"fastac.checkpoint there. If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
+                f"{policy}: {op.name} over {keys} keys ran again in backward, called by {node.name()}: "
+                f"{_why_again(node)}"
             )
+
+
+def _why_again(node: Any) -> str:
+    """Why a node of a region runs attention again, and what to do."""
+    if node.name() == torch_private.COMPILED_NODE:
+        return (
+            f"the compiler did not keep it. torch._functorch.config.activation_memory_budget below 1 does that (now it "
+            f"is {torch_private.memory_budget():g}), or a partitioner of your own.\nSet it to 1, or remove it, call "
+            f"torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+        )
+    return (
+        "a checkpoint of the block's own (reentrant, or a library's) is around it.\nRemove that checkpoint, or use "
+        "fastac.checkpoint there. If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
+    )
 
 
 def may_run_again(node: Any) -> bool:
     """Whether attention that runs during this node's backward is expected.
 
     If not, a checkpoint that is not fastac's is running it again. An attention's own backward may run its forward again
-    (diffusers' context parallelism does), with or without checkpointing. So may Functions of torch: compiled code,
-    custom ops, torch.cond.
+    (diffusers' context parallelism does), with or without checkpointing. So may Functions of torch: custom ops,
+    torch.cond. A graph of torch.compile may not: if it does, the compiler did not keep what it should.
     """
+    if node.name() == torch_private.COMPILED_NODE:
+        return False
     function = torch_private.function_of(node)
     if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
         return True
@@ -101,7 +116,7 @@ def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Map
     node = torch_private.running_node()
     # A graph that was compiled before the patch holds torch's checkpoint, and looks up no name.
     in_graph = node is not None and node.name() == torch_private.COMPILED_NODE
-    again = in_graph or (node is not None and not may_run_again(node))
+    again = node is not None and not may_run_again(node)
     if (again or torch_private.innermost_checkpoint()) and policy.saves(keys := op.keys(args, kwargs)):
         seen = f"in the backward of {node.name()}" if again else "under torch's own checkpoint"
         graph = "is in a graph, as torch.compile makes an operator of what is called by this name, or " * in_graph

@@ -34,9 +34,6 @@ class Thread(threading.local):
         # The latest backward that recomputed a region, and its regions: first and last autograd node, policy.
         self.backward: int | None = None
         self.replayed: list[tuple[int, int, Policy]] = []
-        # The latest backward of a compiled graph in which a saved attention ran, and how often one ran in it.
-        self.graph_backward: object = None
-        self.ran_again = 0
         # What follows are stashes of `fastac.engine.offload`, weakly: a region goes with its autograd graph.
         # Those that are not offloaded so far, in the order of their forwards.
         self.on_device: list[weakref.ref[Any]] = []
@@ -100,12 +97,8 @@ class Process:
         self.unread_comparisons: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Regions in graphs that torch.compile made, by the id of the compilation. Other threads add to them.
         self.traced: dict[str, Any] = {}
-        # Compiled graphs that were called in regions, with the policies of these.
-        self.graphs: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()
         # Out-of-memory errors that were seen in forwards of enabled models and in backwards.
         self.out_of_memory = 0
-        # The smallest memory budget of AOT's partitioner while regions were traced or first ran.
-        self.budget = 1.0
         self.thread.__init__()  # type: ignore[misc]
 
 

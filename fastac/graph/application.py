@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from fastac.compiled.tracing import REGION
 from fastac.engine import releases
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.graph.nodes import RECOMPUTED, call, is_backward, marks, regions
+from fastac.graph.nodes import REPEATS, arguments_of, is_backward, marks, regions
 from fastac.graph.passes import Policies, functionalize, own_policies, refuse_writes, rematerialize, tag, where
 from fastac.graph.tracing import Traced, summary
 from fastac.policy import AnyPolicy, Policy, resolve, resolve_blocks
@@ -54,7 +54,7 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
     releases.need_traces()
     graph_module = traced.graph_module if isinstance(traced, Traced) else traced
     policies = _policies_of(graph_module, policy)
-    if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
+    if any(REPEATS in marks(node) for node in graph_module.graph.nodes):
         raise FastacError("apply: this graph has a policy already. Apply the other policy to the step from trace.")
     if not any(map(is_backward, graph_module.graph.nodes)):
         raise PolicyNotAppliedError(
@@ -128,7 +128,7 @@ def _saved_calls(graph_module: GraphModule, policies: Policies) -> list[Node]:
     for node in graph_module.graph.nodes:
         bound, number = classify(node.target), marks(node).get(REGION)
         if bound is not None and bound.is_attention and number is not None:
-            keys = bound.keys(*call(graph_module, node))
+            keys = bound.keys(*arguments_of(graph_module, node))
             # A torch.utils.checkpoint around a region gives its recompute a number of its own, without a policy.
             if any(policy.saves(keys) for policy in ([policies[number]] if number in policies else policies.values())):
                 saved.append(node)

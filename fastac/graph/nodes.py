@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fastac.compiled.graphs import TAG
-from fastac.compiled.tracing import REGION
+from fastac.compiled.tracing import REGION, Decisions
 from fastac.engine import torch_private
-from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_drawing, is_functional, is_tangent
+from fastac.graph.torch_private import BACKWARD_PHASE, COLLECTIVES, is_drawing, is_functional, is_tangent
+from fastac.policy import Policy
 from fastac.registry import classify
 
 STATE = "fastac_state"
 """Mark of an input that belongs to the model: its name."""
 
-RECOMPUTED = "fastac_recomputed"
+REPEATS = "fastac_repeats"
 """Mark of a node that was copied into the backward: the name of the node it repeats."""
+
+# A private name, but the interface between torch's checkpointing and its partitioners since pytorch 103357.
+TAG = "recompute"
+"""Key of `node.meta` in which torch's partitioners look for the decision about a node."""
 
 REGION_TAG = "ac_graph_id"
 """Key of `node.meta` in which torch's partitioners look for the region of a node."""
@@ -33,6 +38,11 @@ def marks(node: Node) -> dict[str, Any]:
 def mark(node: Node, **new: Any) -> None:
     """Add marks to a node; other nodes that share the dict keep theirs."""
     node.meta["custom"] = {**marks(node), **new}
+
+
+def calls(graph: Graph) -> list[Node]:
+    """The nodes that call a function, in order; the others are inputs, outputs and constants."""
+    return [node for node in graph.nodes if node.op == "call_function"]
 
 
 def is_getitem(node: Node) -> bool:
@@ -50,7 +60,13 @@ def op_of(node: Node) -> Node:
 def is_backward(node: Node) -> bool:
     """Whether autograd's engine ran the node. torch's own tracers note it under another key than annotations."""
     node = op_of(node)
-    return marks(node).get("phase") == BACKWARD["phase"] or bool(node.meta.get("autograd_backward"))
+    return marks(node).get("phase") == BACKWARD_PHASE["phase"] or bool(node.meta.get("autograd_backward"))
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node runs an attention forward, by the rows of the registry."""
+    bound = classify(node.target)
+    return bound is not None and bound.is_attention
 
 
 def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
@@ -64,6 +80,23 @@ def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     return nodes_of
 
 
+def decisions_about(
+    graph_module: GraphModule, nodes: Iterable[Node], policy: Policy, where: str = ""
+) -> dict[Node, bool]:
+    """Nodes that a policy decides about -> whether it saves them. where: the block, for errors.
+
+    Raises for attention that cannot be saved: see `tag`.
+    """
+    decisions = Decisions(policy)
+    decided = {}
+    for node in nodes:
+        decision = decisions.of(node.target, *arguments_of(graph_module, node), value_of(node))
+        if decision is not None:
+            decided[node] = decision
+    decisions.check(where)
+    return decided
+
+
 def untag(node: Node) -> None:
     """Remove a node's tag, and the region it belongs to."""
     for name in (TAG, REGION_TAG):
@@ -75,7 +108,7 @@ def value_of(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
+def arguments_of(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
     """The arguments of a node, by position and by name, with traced values in the place of nodes."""
 
     def value(source: Node) -> Any:
@@ -112,6 +145,12 @@ def stays(node: Node) -> bool:
     # wait_tensor is impure for torch, because its schema does not say that it waits (pytorch issue 126773, 132341).
     is_collective = getattr(node.target, "namespace", "") in (COLLECTIVES, f"{COLLECTIVES}_autograd")
     return draws(node) or not is_functional(node) or (node.is_impure() and not is_collective)
+
+
+def drop_unused(graph_module: GraphModule) -> None:
+    """Remove nodes that no other node uses, unless they stay."""
+    graph_module.graph.eliminate_dead_code(is_impure_node=stays)
+    graph_module.recompile()
 
 
 # Joint graphs

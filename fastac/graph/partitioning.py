@@ -14,12 +14,22 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compiled.graphs import TAG
-from fastac.compiled.tracing import Decisions, refuse_eager_only
+from fastac.compiled.tracing import refuse_eager_only
 from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import STATE, call, depends_on_tangents, draws, is_getitem, mark, stays, untag, value_of
+from fastac.graph.nodes import (
+    STATE,
+    TAG,
+    calls,
+    decisions_about,
+    depends_on_tangents,
+    draws,
+    drop_unused,
+    is_getitem,
+    mark,
+    untag,
+)
 from fastac.graph.saved_values import mark_saved
 from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, op_name, returns_views
 from fastac.policy import Policy, resolve
@@ -61,14 +71,13 @@ class _PolicyPartitioner(torch_private.Partitioner):
     ) -> Graphs:
         parameters = parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
         for node in parameters:
-            mark(node, **{STATE: node.name})  # `call` knows a product with a weight by this mark
+            mark(node, **{STATE: node.name})  # `arguments_of` knows a product with a weight by this mark
         attention = {node.name for node in _tag_attention(joint, self.policy)}
         if self.gathers:
             recompute_parameter_gathers(joint.graph, parameters)
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         # With a memory budget of 0 torch's partitioner saves only inputs, and never looks at tags (pytorch#190758).
-        called = [node.name for node in backward.graph.nodes if node.op == "call_function"]
-        if recomputed := [name for name in called if name in attention]:
+        if recomputed := [node.name for node in calls(backward.graph) if node.name in attention]:
             raise CompiledPolicyNotAppliedError(
                 f"{self.policy}: torch's partitioner runs attention again in backward: {', '.join(recomputed)}. "
                 f"activation_memory_budget=0 does that: set it to more."
@@ -93,7 +102,7 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
         # The wrapper has done its work: other passes must find the op.
         for node in module.graph.nodes:
             node.target = getattr(node.target, "fastac_op", node.target)
-        drop_dead_collectives(module)
+        drop_unused(module)
     # Silently wrong gradients without this check: pytorch#190717 and pytorch#190758, with a memory budget below 1. If
     # pytorch#190759 lands, torch saves what it draws.
     drawn = {node.name for node in forward.graph.nodes if draws(node)}
@@ -120,21 +129,14 @@ def _unseeded(op: Any) -> Callable[..., Any]:
 
 def _tag_attention(joint: GraphModule, policy: Policy) -> list[Node]:
     """Tag the attention calls of a joint graph's forward. Returns those to be saved."""
-    saved = []
-    decisions = Decisions(policy)
     dependent = depends_on_tangents(joint.graph)
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or node in dependent or is_getitem(node):
-            continue
-        decision = decisions.of(node.target, *call(joint, node), value_of(node))
-        if decision:
-            saved.append(node)
-        if decision is not None:
-            # An op with several outputs is a tuple in the graph. torch saves its items, so these have the tag, too.
-            for tagged in (node, *filter(is_getitem, node.users)):
-                _tag(tagged, CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.MUST_RECOMPUTE)
-    decisions.check()
-    return saved
+    forward = [node for node in calls(joint.graph) if node not in dependent]
+    decisions = decisions_about(joint, forward, policy)
+    for node, is_saved in decisions.items():
+        # An op with several outputs is a tuple in the graph. torch saves its items, so these have the tag, too.
+        for tagged in (node, *filter(is_getitem, node.users)):
+            _tag(tagged, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
+    return [node for node, is_saved in decisions.items() if is_saved]
 
 
 def _tag(node: Node, decision: CheckpointPolicy) -> None:
@@ -215,9 +217,3 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
     for node in tagged:
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     return tagged
-
-
-def drop_dead_collectives(module: GraphModule) -> None:
-    """Remove collectives that nobody uses from a graph."""
-    module.graph.eliminate_dead_code(is_impure_node=stays)
-    module.recompile()

@@ -16,26 +16,25 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compiled import tracing
-from fastac.compiled.graphs import TAG, is_recomputed
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
-    RECOMPUTED,
     REGION_TAG,
-    call,
+    REPEATS,
+    TAG,
+    decisions_about,
     draws,
+    drop_unused,
     is_backward,
-    is_getitem,
     mark,
     marks,
     memory_of_value,
     op_of,
     regions,
-    stays,
     untag,
     value_of,
 )
-from fastac.graph.torch_private import BACKWARD, is_functional, op_name
+from fastac.graph.torch_private import BACKWARD_PHASE, is_functional, op_name
 from fastac.policy import Policy
 from fastac.registry import classify
 
@@ -177,13 +176,11 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
     tracing.refuse_eager_only(policy, where(nodes))
     if policy.saves_nothing:
         return set()
-    decisions = tracing.Decisions(policy)
     saved: set[object] = set()
-    for node in nodes:
-        if not is_getitem(node) and decisions.of(node.target, *call(graph_module, node), value_of(node)):
-            bound = classify(node.target)
-            saved |= {node, *(bound.selection(node.args, node.kwargs) if bound is not None else ())}
-    decisions.check(where(nodes))
+    for node, is_saved in decisions_about(graph_module, nodes, policy, where(nodes)).items():
+        bound = classify(node.target)
+        if is_saved and bound is not None:
+            saved |= {node, *bound.selection(node.args, node.kwargs)}
     return saved
 
 
@@ -225,7 +222,7 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
     recomputed: dict[Node, Node] = {}  # in this backward
     values = ChainMap(recomputed, copied)
     for node in graph_module.graph.nodes:
-        if is_recomputed(node) and (draws(node) or not is_functional(node)):
+        if _is_tagged_for_recompute(node) and (draws(node) or not is_functional(node)):
             what = "draws random numbers" if is_functional(node) else "writes its argument"
             raise FastacError(
                 f"rematerialize: {node.target} is tagged for recomputation and {what}: a second run would differ. "
@@ -238,15 +235,18 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
         for needed in sorted(_needed(node, recomputed)) if is_backward(node) else ():
             recomputed[needed] = graph.node_copy(needed, values.__getitem__)
             recomputed[needed].name += "_recomputed"
-            mark(recomputed[needed], **BACKWARD, **{RECOMPUTED: needed.name})
+            mark(recomputed[needed], **BACKWARD_PHASE, **{REPEATS: needed.name})
         copied[node] = graph.node_copy(node, values.__getitem__)
     for node in graph.nodes:
         untag(node)
     rematerialized = GraphModule(graph_module, graph)
     # Originals whose only users were in the backward are dead now: this is what frees the memory.
-    rematerialized.graph.eliminate_dead_code(is_impure_node=stays)
-    rematerialized.recompile()
+    drop_unused(rematerialized)
     return rematerialized
+
+
+def _is_tagged_for_recompute(node: Node) -> bool:
+    return node.meta.get(TAG) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _needed(node: Node, recomputed: Mapping[Node, Node]) -> set[Node]:
@@ -255,7 +255,7 @@ def _needed(node: Node, recomputed: Mapping[Node, Node]) -> set[Node]:
     waiting = list(node.all_input_nodes)
     while waiting:
         source = waiting.pop()
-        if is_recomputed(source) and source not in needed and source not in recomputed:
+        if _is_tagged_for_recompute(source) and source not in needed and source not in recomputed:
             needed.add(source)
             waiting.extend(source.all_input_nodes)
     return needed

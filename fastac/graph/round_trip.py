@@ -14,10 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compiled.graphs import TAG
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.graph import torch_private
-from fastac.graph.nodes import depends_on_tangents, draws, op_of, outputs_of, untag
+from fastac.graph.nodes import TAG, calls, depends_on_tangents, draws, op_of, outputs_of, untag
 from fastac.graph.partitioning import Graphs, parameters_of, partition, recompute_parameter_gathers
 from fastac.graph.saved_values import find_saved, mark_of, memory_of, saved_nodes
 
@@ -51,8 +50,7 @@ class _ReplayingPartitioner(torch_private.Partitioner):
         memory = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         saves = {memory[node.name] for node in saved_nodes(forward, num_fwd_outputs) if node.name in memory}
-        called = [node.name for node in backward.graph.nodes if node.op == "call_function"]
-        computed = {memory[name] for name in called if name in memory}
+        computed = {memory[node.name] for node in calls(backward.graph) if node.name in memory}
         missing = sorted(node.name for node in (to_save & computed) - saves)
         extra = sorted(node.name for node in to_recompute & saves)
         if missing or extra:

@@ -17,10 +17,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fastac.engine import releases
-from fastac.graph.nodes import is_getitem, mark, marks, memory_of_value, op_of, outputs_of, value_of
+from fastac.graph.nodes import calls, is_getitem, mark, marks, memory_of_value, op_of, outputs_of, value_of
 from fastac.graph.torch_private import returns_views
 
-FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
+FORWARD_MARK, BACKWARD_MARK = "fastac_forward", "fastac_backward"
 """Keys of the marks. There are two, because AOT copies the marks of a forward node onto the backward nodes of its
 gradient (pytorch 164174)."""
 
@@ -68,7 +68,7 @@ def mark_of(node: Node) -> Mark | None:
     """The mark that a node carries."""
     # A mark of the forward on a backward node was copied there by AOT: the node computes a gradient.
     carried = marks(node)
-    return carried.get(BACKWARD) or (None if node.meta.get("autograd_backward") else carried.get(FORWARD))
+    return carried.get(BACKWARD_MARK) or (None if node.meta.get("autograd_backward") else carried.get(FORWARD_MARK))
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
@@ -122,14 +122,15 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
             value_at[node] = Value(node.name, item, value_of(node).dtype, _sizes(value_of(node)))
     values = tuple(value_at.values())
     returned = {op_of(node) for node in outputs_of(forward.graph)[:num_fwd_outputs] if node is not None}
-    for node in forward.graph.nodes:
-        if node.op == "call_function":
-            saved = tuple(value_at[user] for user in (node, *node.users) if user in value_at and op_of(user) is node)
-            reads = tuple(value_at.get(memory_of(source)) for source in node.all_input_nodes)
-            mark(node, **{FORWARD: Mark(str(node.target), saved, node in returned, reads, values), BACKWARD: None})
-    for node in backward.graph.nodes if backward is not None else ():
-        if node.op == "call_function":
-            mark(node, **{BACKWARD: Mark(str(node.target), values=values)})
+    for node in calls(forward.graph):
+        saved = tuple(value_at[user] for user in (node, *node.users) if user in value_at and op_of(user) is node)
+        reads = tuple(value_at.get(memory_of(source)) for source in node.all_input_nodes)
+        mark(
+            node,
+            **{FORWARD_MARK: Mark(str(node.target), saved, node in returned, reads, values), BACKWARD_MARK: None},
+        )
+    for node in calls(backward.graph) if backward is not None else ():
+        mark(node, **{BACKWARD_MARK: Mark(str(node.target), values=values)})
     return len(values)
 
 

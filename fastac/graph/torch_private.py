@@ -30,7 +30,7 @@ from fastac.errors import FastacError
 
 # The user's annotation for torch's own rematerialization pass, which reads the backward by it since pytorch#179105.
 # Nodes have `node.meta["autograd_backward"]` as well, but only under torch's own tracers.
-BACKWARD = {"phase": "backward"}
+BACKWARD_PHASE = {"phase": "backward"}
 """The mark of the backward (`node.meta["custom"]`)."""
 
 COLLECTIVES = "_c10d_functional"
@@ -126,7 +126,7 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
         return value
 
     def run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.fx.traceback.annotate(BACKWARD):
+        with torch.fx.traceback.annotate(BACKWARD_PHASE):
             return engine(outputs, gradients, retain, create, tuple(map(fake, inputs)), *args, **kwargs)
 
     # torch.autograd imports the function by name, so that it stands in two modules.

@@ -19,13 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastac.backends.plugins import prepare
 from fastac.compiled import tracing
-from fastac.compiled.graphs import is_attention
 from fastac.engine import releases
 from fastac.engine.beginning import devices_of, generators_preserved
 from fastac.engine.torch_private import is_fake, tree_leaves, tree_map
 from fastac.errors import FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_backward, mark, marks, regions
+from fastac.graph.nodes import REPEATS, STATE, draws, is_attention, is_backward, mark, marks, regions
 from fastac.policy import Policy
 
 Description = dict[str, object]
@@ -105,48 +104,53 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
     _refuse_objects(args, kwargs)
-    leaves, structure = torch_private.tree_flatten((args, kwargs))
-    real = [*state.values(), *leaves]
-    cached = torch.is_autocast_cache_enabled()
-    fakes: dict[int, torch.Tensor] = {}
-    returned: list[Any] = []
-
-    def flat(*inputs: Any) -> list[Any]:
-        fakes.update(zip(map(id, real), inputs, strict=True))
-        # make_fx wraps a generator: only tensors are replaced.
-        replaced = [fakes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        positional, named = torch_private.tree_unflatten(replaced, structure)
-        with _nothing_stored(model, [*real, *inputs]), _with_state(model, fakes):
-            # make_fx turns autocast's cache off (pytorch 84035). In eager mode a tensor is cast once, and its gradients
-            # are summed before they are cast back. Without the cache the graph would round differently.
-            torch.set_autocast_cache_enabled(cached)
-            outputs, tree = torch_private.tree_flatten(step(*positional, **named))
-        returned.append(tree)
-        return outputs
-
-    mode, inputs = torch_private.fakes_of(real)
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    with generators_preserved():
-        with tracing.expected(model), torch_private.tracing(mode, fakes):
-            graph_module = make_fx(flat)(*inputs)
-        # Operators on fake tensors draw nothing: only a seed, or Python code, moves these states.
-        draws = not torch.equal(torch_state, torch.get_rng_state()) or python_state != random.getstate()
-    if draws:
-        raise FastacError(
-            "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
-            "call of the graph. Do that outside the step, and pass the numbers as arguments."
-        )
+    flat = _FlatStep(step, model, state, args, kwargs)
+    with _nothing_drawn():
+        graph_module = flat.trace()
     # The inputs are the model's state, and then the arguments: these get no mark.
     for node, name in zip(graph_module.graph.find_nodes(op="placeholder"), state, strict=False):
         mark(node, **{STATE: name})
-    _refuse_constants(graph_module, real)
+    _refuse_constants(graph_module, flat.values)
     _refuse_redrawn(graph_module)
-    return Traced(graph_module, model, described, returned[-1])
+    return Traced(graph_module, model, described, flat.returned)
+
+
+class _FlatStep:
+    """A step as a function of flat inputs, for make_fx: the model's parameters and buffers, then the arguments."""
+
+    returned: Any
+    """The structure of the outputs, once the step was traced."""
+
+    def __init__(self, step: Callable[..., Any], model: torch.nn.Module, state: Any, args: Any, kwargs: Any) -> None:
+        self.step, self.model = step, model
+        self.leaves, self.structure = torch_private.tree_flatten((args, kwargs))
+        self.values = [*state.values(), *self.leaves]
+        self.fakes: dict[int, torch.Tensor] = {}  # by the id of the tensor in whose place it is
+        self.caches_casts = torch.is_autocast_cache_enabled()
+
+    def trace(self) -> GraphModule:
+        """The graph of the step."""
+        mode, inputs = torch_private.fakes_of(self.values)
+        with tracing.expected(self.model), torch_private.tracing(mode, self.fakes):
+            return make_fx(self.run)(*inputs)
+
+    def run(self, *inputs: Any) -> list[Any]:
+        """Call the step with inputs in the place of the values. Returns the leaves of its outputs."""
+        self.fakes.update(zip(map(id, self.values), inputs, strict=True))
+        # make_fx wraps a generator: only tensors are replaced.
+        replaced = [self.fakes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = torch_private.tree_unflatten(replaced, self.structure)
+        with _nothing_stored(self.model, [*self.values, *inputs]), _with_state(self.model, self.fakes):
+            # make_fx turns autocast's cache off (pytorch 84035). In eager mode a tensor is cast once, and its gradients
+            # are summed before they are cast back. Without the cache the graph would round differently.
+            torch.set_autocast_cache_enabled(self.caches_casts)
+            outputs, self.returned = torch_private.tree_flatten(self.step(*args, **kwargs))
+        return outputs
 
 
 def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) -> str:
     """One line for the log: 2 regions (attn_only), 4 attention calls, 0 run again, 308 nodes recomputed."""
-    recomputed = [node for node in graph_module.graph.nodes if RECOMPUTED in marks(node)]
+    recomputed = [node for node in graph_module.graph.nodes if REPEATS in marks(node)]
     repeated = sum(map(is_attention, recomputed))
     calls = f"{sum(map(is_attention, graph_module.graph.nodes)) - repeated} attention calls"
     if policies is None:
@@ -203,6 +207,20 @@ def _describe(
 
 
 # Steps that a graph would silently not repeat
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Restore generators. Raise if the step moved one: operators on fake tensors draw nothing."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    with generators_preserved():
+        yield
+        has_drawn = not torch.equal(torch_state, torch.get_rng_state()) or python_state != random.getstate()
+    if has_drawn:
+        raise FastacError(
+            "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
+            "call of the graph. Do that outside the step, and pass the numbers as arguments."
+        )
 
 
 @contextlib.contextmanager

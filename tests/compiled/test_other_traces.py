@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
-from fastac.compiled import tracing
 from tests import support
 from tests.marks import NEEDS_TRACES
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, executions_of, stack, stack_inputs, train_step
@@ -56,7 +55,6 @@ def test_make_fx_traces_the_region_as_it_is(caplog: pytest.LogCaptureFixture) ->
         model = stack(layers=1, policy=policy)
         return Counter(str(node.target) for node in make_fx(gradients)(*stack_inputs().values()).graph.nodes)
 
-    tracing._warn.cache_clear()  # another test may have been the first to trace
     with caplog.at_level(logging.WARNING, logger="fastac"):
         plain, *traced = [graph_under(one) for one in ("none", "attn_only", "full")]
     assert caplog.text.count("neither dynamo nor AOT") == 1

@@ -104,7 +104,7 @@ def test_policies_by_name_of_the_block() -> None:
         fastac.graph.apply(traced, {"blocks.0": "attn_only"})
     with pytest.raises(FastacError, match=r"layers\.\*"):
         fastac.graph.apply(traced, {"layers.*": "attn_only", "*": "full"})
-    assert not any(nodes.RECOMPUTED in nodes.marks(node) for node in traced.graph_module.graph.nodes)
+    assert not any(nodes.REPEATS in nodes.marks(node) for node in traced.graph_module.graph.nodes)
 
 
 def test_the_passes_one_by_one_on_a_graph_of_another_tracer() -> None:
@@ -376,7 +376,7 @@ def test_what_sparse_attention_chose_is_saved_with_it() -> None:
     found = traced_step(model, inputs, "attn_only")
     assert_same(run(found, inputs), run(step_of(stack(block=block, layers=1)), inputs))
     assert support.executions["fastac_tests::chosen_in_a_graph"] == 2 + 2
-    again = {nodes.marks(node).get(nodes.RECOMPUTED, "").partition("_")[0] for node in found.graph_module.graph.nodes}
+    again = {nodes.marks(node).get(nodes.REPEATS, "").partition("_")[0] for node in found.graph_module.graph.nodes}
     assert "addmm" in again
     assert not again & {"topk", "clamp", "chosen"}
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import FastacError, PolicyNotAppliedError, graph
-from fastac.graph.partitioning import drop_dead_collectives
+from fastac.graph.nodes import drop_unused
 from tests.graph.partitioned import (
     WORLD,
     Partitioned,
@@ -151,6 +151,6 @@ def test_a_collective_without_a_reader_is_dropped_and_no_other_op() -> None:
         return gather(x)
 
     module = traced(function, torch.randn(1, 8), torch.randn(1, 8))
-    drop_dead_collectives(module)
+    drop_unused(module)
     names = [node.name for node in module.graph.nodes if node.op == "call_function"]
     assert names == ["add_", "all_gather_into_tensor_1", "wait_tensor_1"]

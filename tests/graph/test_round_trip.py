@@ -148,10 +148,10 @@ def test_values_that_are_not_found_are_named() -> None:
     def forget(joint: GraphModule) -> None:
         for node in joint.graph.nodes:
             custom = node.meta.get("custom", {})
-            mark = custom.get(saved_values.FORWARD)
-            custom.pop(saved_values.BACKWARD, None)
+            mark = custom.get(saved_values.FORWARD_MARK)
+            custom.pop(saved_values.BACKWARD_MARK, None)
             if mark is not None and "attention" in mark.target:
-                custom.pop(saved_values.FORWARD)
+                custom.pop(saved_values.FORWARD_MARK)
 
     with pytest.raises(PolicyNotAppliedError, match=r"saved are not found in the joint graph: getitem.*custom"):
         round_trip(*small_stack(), graph.partitioner("attn_only"), REPLAY, before=forget)

@@ -48,8 +48,8 @@ def in_compiled_autograd() -> bool:
 # The hooks of a checkpoint are known by two names that must not be changed: `Region._checkpoint_hook` and
 # `Recompute._recomputation_hook` of fastac.engine bear the names of torch's two classes in
 # torch.utils.checkpoint, whose hooks are functions inside them. torch has no other mark before 2.14. Readers of the
-# names are the three functions below, and through them region, tape, offload, opaque, checkpointing, diagnosis,
-# compiled.graphs and planning.
+# names are the three functions below, and through them region, tape, offload, opaque, checkpointing, diagnosis and
+# planning.
 
 
 def innermost_checkpoint() -> object:

@@ -81,13 +81,8 @@ def constant_under_dynamo(function: Callable[..., None]) -> Callable[..., None]:
 
 def in_proxy_trace() -> bool:
     """Whether this thread is recording operations into a graph: AOT, make_fx, export."""
-    return proxy_mode() is not None
-
-
-def proxy_mode() -> Any:
-    """The mode that records operations of this thread into a graph, or None."""
     # torch.fx.experimental.proxy_tensor.get_proxy_mode, without the import of the tracer.
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def stance() -> str:
@@ -98,8 +93,11 @@ def stance() -> str:
 
 
 def memory_budget() -> float:
-    """The share of activations that AOT's partitioner may save; 1 before it is loaded."""
-    return getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0)
+    """The share of activations that AOT's partitioner may save of what is traced now; 1 before it is loaded."""
+    budget: float = getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0)
+    # torch.autograd.graph.region_activation_memory_budget (since 2.13) annotates what is traced inside it.
+    annotations: dict[str, float] = torch.fx.traceback.current_meta.get("custom") or {}
+    return annotations.get("_region_activation_memory_budget", budget)
 
 
 # Absent before torch 2.12. torch's own checkpoint asks it too, since make_fx traces may be nested (pytorch#179048).
@@ -159,8 +157,8 @@ class _Compilations:
         self.resets = 0
         self.here = threading.local()
 
-    def look(self) -> int:
-        """The count. Begins to count, if it does not yet. Cheap: called in every region."""
+    def so_far(self) -> int:
+        """The count; 0 without dynamo. Begins to count, if it does not yet. Cheap: called in every region."""
         if "torch._dynamo.callback" not in sys.modules:
             return 0
         # `on_compile_start` (pytorch#120764) appends to this list, too. But only the list shows whether a reset has
@@ -206,7 +204,7 @@ class CompiledCalls:
                 # Our own hook may still be set: somebody set theirs while ours was, and restored ours after we closed.
                 CompiledCalls._previous = None if previous is self._found else previous
             self._open.append(self)
-        compilations.look()
+        compilations.so_far()
         self._begun_before = compilations.in_this_thread()
         return self
 
