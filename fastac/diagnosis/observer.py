@@ -18,12 +18,13 @@ from fastac.diagnosis.every_step import small_ops
 from fastac.diagnosis.recognition import (
     SoftmaxAttention,
     coarse_numbers,
+    is_called_by_fsdp,
     looks_like_attention_forward,
     no_attention,
     suggested_row,
+    writes_its_buffer,
 )
 from fastac.engine import flops, torch_private
-from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.process import process
 from fastac.engine.tape import Tape
 from fastac.registry import BoundOp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,9 @@ _JOINS = ("aten::cat", "aten::copy_")
 _PICKS = ("aten::gather", "aten::index", "aten::index_select", "aten::constant_pad_nd", "aten::topk", "aten::scatter")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
+_POINT_TO_POINT = ("batch_p2p_ops", "irecv", "isend")
+# These ops of c10d take no tensor of the caller, or only read it.
+_NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
 
 Shape = Sequence[Any]
 """The shape of a tensor. A nested tensor has the shapes of its parts."""
@@ -218,6 +222,30 @@ def suggested_visible(function: type, shapes: Sequence[Shape | None]) -> str:
 def no_attention(namespace: str, name: str) -> str:
     """The line that says that an op, or a Function of a module, is not an attention."""
     return f'fastac.register(fastac.Row(namespace={namespace!r}, name="{name}", kind="other"))'
+
+
+def writes_its_buffer(op: torch._ops.OpOverload) -> bool:
+    """Whether an op is a collective that writes a buffer of its caller, and so is never saved."""
+    # A replay would not write the buffer: gradients were NaN, without an error.
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace == "c10d":
+        return name not in _NOT_COUNTED
+    return namespace == "_c10d_functional" and (op._schema.is_mutable or name in _POINT_TO_POINT)
+
+
+def is_called_by_fsdp() -> bool:
+    """Whether FSDP calls this. It gathers and frees parameters by its own rules, also in recompute."""
+    # The nearest frame outside torch and fastac belongs to the model. FSDP1 calls the model, so frames beyond it would
+    # say FSDP for every collective of the model.
+    frame = sys._getframe().f_back
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.distributed.fsdp"):
+            return True
+        if not module.startswith(("torch.", "fastac.")):
+            return False
+        frame = frame.f_back
+    return False
 
 
 class SoftmaxAttention:
