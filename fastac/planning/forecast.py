@@ -34,7 +34,7 @@ ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
 
 
 @dataclass(frozen=True)
-class PolicyPlan:
+class PolicyFigures:
     """Bytes and FLOPs of one step under one policy, on one device."""
 
     policy: str
@@ -182,12 +182,12 @@ class Forecast:
         """
         return self.states.total + self.wider + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
 
-    def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
-        """The plan of a policy. name: by default the policy's."""
+    def figures(self, policy: AnyPolicy, name: str = "") -> PolicyFigures:
+        """The figures of a policy. name: by default the policy's."""
         step, policies = self.step(policy), self.policies(policy)
         recomputed = step.recomputed(policies)
         flops = step.flops["forward"] + recomputed + step.flops["backward"]
-        return PolicyPlan(
+        return PolicyFigures(
             policy=name or str(policy),
             saved_bytes=step.saved_bytes(policies),
             held_bytes=step.held(policies),

@@ -13,14 +13,25 @@ import torch
 
 from fastac.engine import torch_private
 from fastac.engine.generators import generators_preserved
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_values import Following
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast
-from fastac.planning.plans import GBPS, HOST, TFLOPS, WITHIN, Plan, explained, make_plan
+from fastac.planning.plans import (
+    AUTO,
+    GBPS,
+    HOST,
+    TFLOPS,
+    WITHIN,
+    Plan,
+    explained,
+    plan_of,
+    policies_in_room,
+    policies_within,
+)
 from fastac.planning.simulation import Split
 
 logger = logging.getLogger("fastac")
@@ -92,26 +103,24 @@ def plan_video(
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
-        made = make_plan(
-            forecast,
-            configuration.name,
-            described,
+        planned = dataclasses.replace(
+            plan_of(forecast, configuration.name, described, checkpointed),
             budget=budget,
-            offload=offload,
             memory=memory,
             host=host,
             gbps=gbps,
             tflops=tflops,
-            checkpointed=checkpointed,
         )
-    if memory is None:
-        return made
-    largest = {
-        row.policy: search.longest(row.policy, memory)
-        for row in made.policies
-        if row.policy in ROWS or row.policy.startswith(WITHIN)
-    }
-    return dataclasses.replace(made, largest=largest)
+        rows, blocks = list(planned.policies), planned.blocks
+        if budget is not None:
+            blocks = policies_within(forecast, budget, True, offload)
+            rows.append(forecast.figures(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
+        if memory is not None and (best := policies_in_room(forecast, planned.room(memory))) is not None:
+            blocks = best
+            rows.append(forecast.figures(blocks, AUTO))
+    names = [row.policy for row in rows if row.policy in ROWS or row.policy.startswith(WITHIN)]
+    largest = {} if memory is None else {name: search.longest(name, memory) for name in names}
+    return dataclasses.replace(planned, policies=tuple(rows), blocks=blocks, largest=largest)
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:

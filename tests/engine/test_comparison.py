@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError
-from fastac.cli.measuring import allocated_bytes
 from fastac.engine import comparison, region
 from fastac.engine.comparison import fingerprint
+from fastac.verification.measuring import allocated_bytes
 
 
 class Saving(torch.autograd.Function):

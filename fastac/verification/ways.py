@@ -1,35 +1,26 @@
-"""Measurements of `fastac bench` and of the benchmarks: bytes as the allocator sees them, time in turns, the machine.
-
-In this order: the machine; bytes; turns; the ways of checkpointing a model; their figures, as a table.
-"""
+"""Ways of checkpointing one model, measured beside each other and compared with the first, for `fastac bench`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
-import os
-import platform
-import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
-from fastac.cli import version
 from fastac.engine import host_memory
 from fastac.engine.blocks import state_of
 from fastac.engine.generators import generators_preserved
 from fastac.engine.process import process
-from fastac.engine.torch_private import profiled_events, profiler, tree_map
+from fastac.engine.ranks import Group
+from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
 from fastac.models.published import Configuration
@@ -38,192 +29,18 @@ from fastac.planning import plan
 from fastac.planning.auto import Auto, Planner
 from fastac.planning.forecast import ROWS
 from fastac.planning.plans import in_unit, table_of_figures, unit_of
+from fastac.planning.tables import render
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.verification.noise import MOST_EQUAL, Tensors, deterministic_kernels, deterministic_runs, two_runs
+from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
+from fastac.verification.noise import ComparedSteps
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import Step, floating, run_step
-from fastac.verification.tables import render
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Tell = Callable[[str], object]
-
-# The machine
-
-
-def machine() -> dict[str, Any]:
-    """The machine, for JSON. The version of a distribution that is not installed is None; without CUDA there is no gpu.
-
-    A `load_average` well above `threads` means that other processes were running.
-    """
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),
-        "threads": torch.get_num_threads(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "diffusers", "fastac")},
-        **({"gpu": gpu()} if torch.cuda.is_available() else {}),
-    }
-
-
-def gpu(device: torch.device | int | None = None) -> dict[str, Any]:
-    """Name and memory of a CUDA device, by default the current one, and the versions of CUDA and cuDNN."""
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-
-
-def _processor() -> str:
-    """The processor's name, which `platform` does not know on Linux."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
-
-
-# Bytes
-
-
-# In the profile, a range of this name marks the moment between forward and backward.
-_MARK = "fastac: held bytes are read here"
-
-
-class Allocated(NamedTuple):
-    """Bytes that a run allocated."""
-
-    held: int
-    """Bytes that are still allocated at its end."""
-    peak: int
-    """The largest number of bytes at any time."""
-
-
-def allocated_bytes(
-    run: Callable[[], Any], then: Callable[[Any], object] | None = None, device: str | torch.device = "cpu"
-) -> Allocated:
-    """Bytes that a run allocates on a device, by the allocator. Its result is alive when held bytes are read.
-
-    then: is called with the result afterwards, and may release it; the peak covers both.
-    """
-    # Garbage of earlier steps that is freed during the run would count as negative bytes.
-    gc.collect()
-    if torch.device(device).type == "cpu":
-        return _allocated_on_cpu(run, then)
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = run()
-    held = torch.cuda.memory_allocated(device) - before
-    if then is not None:
-        then(result)
-    return Allocated(held, torch.cuda.max_memory_allocated(device) - before)
-
-
-def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | None) -> Allocated:
-    # torch keeps no statistics of CPU memory. The profiler lists every allocation and release.
-    with profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()
-        with torch.profiler.record_function(_MARK):
-            pass
-        if then is not None:
-            then(result)
-    held = now = peak = 0
-    for event in profiled_events(profile):
-        if event.name() == _MARK:
-            held = now
-        elif event.name() == "[memory]":
-            # The number of a release is negative.
-            now += event.nbytes()
-            peak = max(peak, now)
-    del result
-    return Allocated(held, peak)
-
-
-# Turns
-
-FAILURES = (FastacError, RuntimeError)
-"""Errors of one way to run a step that do not end the others: refused by fastac or torch, out of memory."""
-
-
-def failure(error: Exception) -> str:
-    """An error of FAILURES in a line."""
-    # On a CPU, torch raises a plain RuntimeError if memory cannot be allocated.
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-        return "out of memory"
-    line = str(error).strip().partition("\n")[0]
-    return f"refused: {line}" if isinstance(error, FastacError) else f"failed: {line}"
-
-
-def take_turns(
-    names: Sequence[str],
-    rounds: int,
-    switch: Callable[[str], object],
-    step: Callable[[], object],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time several ways to run a step. A round runs every way once, in random order, so that a slow time hits all.
-
-    Garbage is collected between steps, never within a step.
-
-    Args:
-        names: the names of the ways.
-        rounds: how many steps of each way are timed.
-        switch: called with the name of the next way; not timed.
-        step: runs a step, until the device has finished it.
-        clock: returns seconds.
-
-    Returns:
-        Seconds of each way in each round, and one line for each way that failed.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    problems: dict[str, str] = {}
-    # The order does not depend on the steps, which draw from generators themselves.
-    order = random.Random(0)
-    gc.collect()
-    # Later collections skip the objects that are alive now, and are quick.
-    gc.freeze()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for name in order.sample(list(seconds), len(seconds)):
-                gc.collect()
-                try:
-                    switch(name)
-                    # Collection is off while the clock runs, so what the switch dropped is collected before.
-                    gc.collect()
-                    start = clock()
-                    step()
-                    seconds[name].append(clock() - start)
-                except FAILURES as error:
-                    problems[name] = failure(error)
-                    del seconds[name]
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return seconds, problems
-
-
-def relative(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
-    """For each way, the median over rounds of its time divided by the time of `to` in that round; {} if that failed."""
-    if to not in seconds:
-        return {}
-    return {
-        # The ratio is taken within a round: if the machine was slow in that round, it was slow for both.
-        name: statistics.median(a / b for a, b in zip(series, seconds[to], strict=True))
-        for name, series in seconds.items()
-    }
-
-
-# Ways of checkpointing
 
 
 class Workload:
@@ -305,6 +122,8 @@ class Ways:
         """Bytes of saved outputs for "planned". None means those of attn_only, which `planned` finds out."""
         self.offload = offload
         self.variants = VARIANTS | (OFFLOADED if offload else {})
+        self.current = ""
+        """The name of the way that is switched on."""
         self.off()
 
     @functools.cached_property
@@ -332,6 +151,7 @@ class Ways:
         # After a step that ran out of memory, tensors may be in reference cycles, which only this frees.
         gc.collect()
         self.variants[name](self)
+        self.current = name
         # "auto" measures two steps, and plans again before the third if that changes much.
         is_new = name == "auto" and self.planner.latest is None
         for _ in range(3 if is_new else 1):
@@ -354,6 +174,7 @@ class Ways:
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""
+        self.current = ""
         # This comes first: it restores the switch of the model itself, which is switched off next.
         hook.disable(self.workload.model)
         self.workload.model.disable_gradient_checkpointing()
@@ -414,6 +235,10 @@ class Measurement:
     """How many of these differ by more than the noise of the reference."""
     largest_difference: float = 0.0
     """The largest difference, relative to the norm of the result."""
+    runs: int = 1
+    """How often the reference ran to judge it."""
+    is_deterministic: bool = False
+    """Whether outputs and gradients were compared with torch's deterministic kernels."""
 
 
 # Every step seeds torch's generator, which is the caller's as well.
@@ -474,84 +299,57 @@ def bench(
     budget and offload are those of `Ways`, left_out is that of measure. The model is left without checkpointing.
     Raises FastacError if no way could be run.
     """
-    # The first way may be refused, or run out of memory, so the reference is not known before one runs.
-    references: list[_Reference] = []
-
-    def compare(name: str) -> Mapping[str, Any]:
-        if not references:
-            references.append(_Reference(name, ways))
-        return references[0].compare(name)
-
     ways = Ways(workload, budget, offload)
-    rows = measure(ways, compare, rounds, tell, left_out)
-    if not references:
+    reference = _Reference(ways)
+    rows = measure(ways, reference.compare, rounds, tell, left_out)
+    if reference.step is None:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
-    (reference,) = references
-    return Measurements(
-        subject,
-        workload.device.type,
-        rounds,
-        workload.weights,
-        ways.budget,
-        reference.name,
-        max(reference.runs.noise.values(), default=0.0),
-        tuple(rows),
-        reference.runs.count,
-        reference.is_deterministic,
-    )
+    of_all = subject, workload.device.type, rounds, workload.weights, ways.budget
+    return Measurements(*of_all, reference.name, reference.noise, tuple(rows))
 
 
 class _Reference:
-    """Runs of the first way, which is switched on. All others are compared with it, as in `fastac.verify`."""
+    """The first way that runs, with which `fastac.verify`'s judge compares all of them."""
 
-    def __init__(self, name: str, ways: Ways) -> None:
-        self.name, self.ways, self.workload = name, ways, ways.workload
-        self.is_deterministic, self.runs_again = False, True
-        self.runs = two_runs(self._tensors)
-        if self.runs.is_noisy:
-            runs, _ = deterministic_runs(self._tensors)
-            if runs is not None:
-                self.runs, self.is_deterministic = runs, True
-        while self.runs.is_noisy and self.runs.count < MOST_EQUAL:
-            self.runs.add_reference(self._tensors())
-
-    def _tensors(self) -> Tensors:
-        return self._step(is_counted=False).tensors
-
-    def _step(self, is_counted: bool) -> Step:
-        step = run_step(self.workload.model, self.workload.model, (), self.workload.inputs, is_counted)
-        # On a GPU, the tensors would count as bytes of the next step.
-        step.tensors = {name: None if tensor is None else tensor.cpu() for name, tensor in step.tensors.items()}
-        return step
+    def __init__(self, ways: Ways) -> None:
+        self.ways, self.name, self.noise = ways, "", 0.0
+        self.step: Step | None = None
 
     def compare(self, name: str) -> Mapping[str, Any]:
         """Figures of the way that is switched on."""
-        with deterministic_kernels() if self.is_deterministic else contextlib.nullcontext():
-            step = self._step(is_counted=True)
-            distances = self.runs.add(name, step.tensors)
-            # Noise that is rare may not have hit the reference, or this way: run both again.
-            for _ in range(MOST_EQUAL):
-                if not self.runs.broken(name):
-                    break
-                if self.runs_again and self.runs.may_change():
-                    self._add_reference(name)
-                distances = self.runs.add(name, self._tensors())
+        # An earlier way may have been refused, or have run out of memory: it is no reference.
+        if self.step is None:
+            self.name, self.step = name, _step(self.ways, name)
+        # Every comparison begins with the first step, and runs its way again only if results differ.
+        known = [replace(self.step, tensors=dict(self.step.tensors))]
+        compared = ComparedSteps(
+            Group(),
+            lambda is_counted: known.pop() if known else _step(self.ways, self.name, is_counted),
+            lambda is_counted: _step(self.ways, name, is_counted),
+            forget=lambda: None,
+            with_buffers=True,
+        )
+        runs = compared.runs
+        self.noise = max(self.noise, *runs.noise.values())
         return {
-            "attention": sum(step.executions),
-            "compared": len(step.tensors),
-            "different": sum(map(bool, distances.values())),
-            "broken": len(self.runs.broken(name)),
-            "largest_difference": max(distances.values(), default=0.0),
+            "attention": sum(compared.later.executions),
+            "compared": len(runs.reference),
+            "different": len(runs.different),
+            "broken": len(runs.broken()),
+            "largest_difference": max(runs.different.values(), default=0.0),
+            "runs": runs.count,
+            "is_deterministic": compared.is_deterministic,
         }
 
-    def _add_reference(self, name: str) -> None:
-        """Run the reference once more. name: of the way that is switched on, before and after."""
-        try:
-            self.ways.to(self.name)
-            self.runs.add_reference(self._tensors())
-        except FAILURES:
-            self.runs_again = False  # it ran, but may lack memory now: the runs that there are decide
-        self.ways.to(name)
+
+def _step(ways: Ways, name: str, is_counted: bool = True) -> Step:
+    """A step of a way, which is switched on for it."""
+    if ways.current != name:
+        ways.to(name)
+    step = run_step(ways.workload.model, ways.workload.model, (), ways.workload.inputs, is_counted)
+    # On a GPU, the tensors would count as bytes of the next step.
+    step.tensors = {name: None if tensor is None else tensor.cpu() for name, tensor in step.tensors.items()}
+    return step
 
 
 # The figures
@@ -575,28 +373,25 @@ class Measurements:
     noise: float
     """The largest difference between runs of the reference, relative to the norm."""
     rows: tuple[Measurement, ...]
-    runs: int = 1
-    """How often the reference ran."""
-    is_deterministic: bool = False
-    """Whether outputs and gradients were compared with torch's deterministic kernels."""
 
     def __str__(self) -> str:
         captions = [
             f"medians (from - to) of {self.rounds} steps each, in turns; kernels: those of attention in one step",
             f"bytes besides {readable_bytes(self.weights)} of weights; their gradients are in the peak",
         ]
-        captions += [f"{self.runs} runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
+        captions += [f"runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
         captions += [f"{row.variant}: {row.chosen}" for row in self.rows if row.chosen]
         captions += [_offloaded(row, self.device) for row in self.rows if row.variant in OFFLOADED and not row.problem]
         return render(table_of(self.rows, self.subject, captions, {f"results as\n{self.reference}": self._equality}))
 
-    def _equality(self, row: Measurement) -> str:
+    @staticmethod
+    def _equality(row: Measurement) -> str:
         if row.broken:
             return f"{row.broken} of {row.compared} differ, by up to {row.largest_difference:.2g} of their norm"
         if row.different:
-            return f"within the noise of {self.runs} runs"
-        return "bitwise, deterministic kernels" if self.is_deterministic else "bitwise"
+            return f"within the noise of {row.runs} runs"
+        return "bitwise, deterministic kernels" if row.is_deterministic else "bitwise"
 
 
 def _offloaded(row: Measurement, device: str) -> str:
