@@ -170,13 +170,14 @@ class Plan:
         table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), headings)
         for row in self.policies:
             sizes = (row.saved_bytes, row.held_bytes, row.host_bytes, row.peak_bytes)
-            rate = copies_per_second(row, self.tflops) / 1e9
+            rate = row.bytes_per_flop * self.tflops * 1e3  # GB/s
+            longest = self.largest.get(row.policy, "")
             table.add_row(
                 row.policy,
                 *(in_unit(size, unit) for size in sizes),
                 f"{row.relative:.3f}",
                 (f"{rate:.2g}" if rate < 10 else f"{rate:,.0f}") if rate else "",
-                *[_frames(self.largest.get(row.policy))] * bool(self.largest),
+                *["none" if longest == 0 else str(longest)] * bool(self.largest),
             )
         return render(table)
 
@@ -246,10 +247,6 @@ def unit_of(sizes: Iterable[int]) -> str:
 def in_unit(size: int, unit: str) -> str:
     """A number of bytes in a unit, without it."""
     return f"{size / parse_bytes(f'1{unit}'):,.1f}" if size else "0"
-
-
-def _frames(count: int | None) -> str:
-    return "" if count is None else str(count or "none")
 
 
 def summary(policies: Collection[Policy]) -> str:
@@ -386,8 +383,3 @@ def plan_of(forecast: Forecast, name: str, inputs: str, checkpointed: int | None
             first_blocks = of_first(called, checkpointed, policy_name)
             policies.append(forecast.figures(first_blocks, f"{policy_name}, first {checkpointed} blocks"))
     return Plan(forecast, name, inputs, forecast.states, forecast.gradients, tuple(policies))
-
-
-def copies_per_second(row: PolicyFigures, tflops: float) -> float:
-    """Bytes per second that the bus must copy in each direction to hide a policy's host copies behind computation."""
-    return row.bytes_per_flop * tflops * 1e12

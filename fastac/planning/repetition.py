@@ -1,10 +1,10 @@
 """Blocks that are alike: the simulation of a step runs five of them, and repeats what happened in the second.
 
-A series is blocks of one kind, of which each is called with the outputs of the block before it. The first two and the
-last two run, and so does the block after them. A block between them returns what the second returned, so the last two
-follow as if there were no others. Afterwards the events of the second block are repeated for each block that did not
-run: its part of the forward, and its part of backward. The last but one shows whether that is right: it must have done
-as the second.
+A series is blocks that are built alike, of which each is called with the outputs of the block before it. The first two
+and the last two run, and so does the block after them. A block between them returns what the second returned, so the
+last two follow as if there were no others. Afterwards the events of the second block are repeated for each block that
+did not run: its part of the forward, and its part of backward. The last but one shows whether that is right: it must
+have done as the second.
 """
 
 from __future__ import annotations
@@ -200,18 +200,18 @@ class _Section:
         """Number of the blocks that did not run."""
         return len(self.names) - 4
 
-    def of_second(self, listed: Sequence[Any], kind: str) -> Sequence[Any]:
-        """What the second block added to a list. kind: "events" or "storages"."""
-        start, middle, end = (getattr(cut, kind) for cut in (self.start, self.middle, self.end))
+    def of_second(self, listed: Sequence[Any], recorded: str) -> Sequence[Any]:
+        """What the second block added to a list. recorded: "events" or "storages"."""
+        start, middle, end = (getattr(cut, recorded) for cut in (self.start, self.middle, self.end))
         second, other = (listed[start:middle], listed[middle:end])[:: self.direction]
         renamed = self._renamed(second, [self.names[1], *self.names[-2:]])
         if without_order(renamed) != without_order(other):
             raise NotAlikeError
         return second
 
-    def of_all(self, listed: Sequence[Any], kind: str) -> Iterator[Any]:
+    def of_all(self, listed: Sequence[Any], recorded: str) -> Iterator[Any]:
         """What all blocks but the first and the last would have added."""
-        second = self.of_second(listed, kind)
+        second = self.of_second(listed, recorded)
         for number in range(1, len(self.names) - 1)[:: self.direction]:
             yield from self._renamed(second, self.names[number - 1 : number + 2])
 

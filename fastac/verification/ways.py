@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -30,17 +30,13 @@ from fastac.planning.auto import Auto, Planner
 from fastac.planning.forecast import ROWS
 from fastac.planning.plans import in_unit, table_of_figures, unit_of
 from fastac.planning.tables import render
+from fastac.planning.video import Tell
 from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.noise import ComparedSteps
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import Step, floating, run_step
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-Tell = Callable[[str], object]
 
 
 class Workload:
@@ -243,19 +239,23 @@ class Measurement:
 
 # Every step seeds torch's generator, which is the caller's as well.
 @generators_preserved()
-def measure(
-    ways: Ways,
-    look: Callable[[str], Mapping[str, Any]],
+def bench(
+    workload: Workload,
+    subject: str,
     rounds: int,
-    tell: Tell,
+    budget: int | None = None,
+    offload: bool = False,
+    tell: Tell = lambda text: None,
     left_out: Mapping[str, str] = MappingProxyType({}),
-) -> list[Measurement]:
-    """Measure every way of checkpointing. A way that is refused, or runs out of memory, becomes a row that says so.
+) -> Measurements:
+    """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
-    look: called once with the name of each way, while it is switched on; returns more fields of its row.
-    left_out: ways that are not run, and why. The model is left without checkpointing.
+    A way that is refused, or runs out of memory, becomes a row that says so. budget and offload are those of `Ways`.
+    left_out: ways that are not run, and why. The model is left without checkpointing. Raises FastacError if no way
+    could be run.
     """
-    workload = ways.workload
+    ways = Ways(workload, budget, offload)
+    reference = _Reference(ways)
     rows: dict[str, Measurement] = {}
     for name in ways.variants:
         if name in left_out:
@@ -270,7 +270,7 @@ def measure(
                 waited = moved.waited_bytes if workload.device.type == "cuda" else ()
                 row = replace(row, host_bytes=moved.host_bytes, copies=moved.copies, waited_bytes=waited)
             workload.release()
-            rows[name] = replace(row, **look(name))
+            rows[name] = replace(row, **reference.compare(name))
         except FAILURES as error:
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
@@ -282,30 +282,10 @@ def measure(
     # A way that ran in its warm-up may fail in a later round. Its row then has no figures.
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
     ways.off()
-    return list(rows.values())
-
-
-def bench(
-    workload: Workload,
-    subject: str,
-    rounds: int = 5,
-    budget: int | None = None,
-    offload: bool = False,
-    tell: Tell = lambda text: None,
-    left_out: Mapping[str, str] = MappingProxyType({}),
-) -> Measurements:
-    """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
-
-    budget and offload are those of `Ways`, left_out is that of measure. The model is left without checkpointing.
-    Raises FastacError if no way could be run.
-    """
-    ways = Ways(workload, budget, offload)
-    reference = _Reference(ways)
-    rows = measure(ways, reference.compare, rounds, tell, left_out)
     if reference.step is None:
-        raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
+        raise FastacError(f"bench {subject}: no step could be run here: {next(iter(rows.values())).problem}")
     of_all = subject, workload.device.type, rounds, workload.weights, ways.budget
-    return Measurements(*of_all, reference.name, reference.noise, tuple(rows))
+    return Measurements(*of_all, reference.name, reference.noise, tuple(rows.values()))
 
 
 class _Reference:
@@ -383,7 +363,28 @@ class Measurements:
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
         captions += [f"{row.variant}: {row.chosen}" for row in self.rows if row.chosen]
         captions += [_offloaded(row, self.device) for row in self.rows if row.variant in OFFLOADED and not row.problem]
-        return render(table_of(self.rows, self.subject, captions, {f"results as\n{self.reference}": self._equality}))
+        captions += [f"{row.variant}: {row.problem}" for row in self.rows if ": " in row.problem]
+        unit = unit_of(row.peak_bytes for row in self.rows)
+        # The slowest way decides for all rows, so that their times have one unit.
+        is_short = max((statistics.median(row.seconds) for row in self.rows if row.seconds), default=0) < 1
+        times, results = f"{'milliseconds' if is_short else 'seconds'}\n(from - to)", f"results as\n{self.reference}"
+        headings = ("policy", "step /\nfull", times, f"held\n{unit}", f"peak\n{unit}", "kernels", results)
+        table = table_of_figures(self.subject, captions, headings, texts=(times, results))
+        for row in self.rows:
+            if row.problem:
+                # The cell shows the kind of problem. What went wrong in detail stands below the table.
+                table.add_row(row.variant, *[""] * (len(headings) - 2), row.problem.partition(": ")[0])
+                continue
+            seconds = (1000**is_short * time(row.seconds) for time in (statistics.median, min, max))
+            table.add_row(
+                row.variant,
+                "" if row.relative is None else f"{row.relative:.3f}",
+                "{:.4g} ({:.3g}-{:.3g})".format(*seconds),
+                *(in_unit(size, unit) for size in (row.held_bytes, row.peak_bytes)),
+                str(row.attention),
+                self._equality(row),
+            )
+        return render(table)
 
     @staticmethod
     def _equality(row: Measurement) -> str:
@@ -398,32 +399,3 @@ def _offloaded(row: Measurement, device: str) -> str:
     """Bytes on the host and, on a GPU, the copies that it waited for."""
     waited = f"{len(row.waited_bytes)} of {row.copies} copies waited for ({readable_bytes(sum(row.waited_bytes))})"
     return f"{row.variant}: {readable_bytes(row.host_bytes)} on the host" + f", {waited}" * (device == "cuda")
-
-
-def table_of(
-    rows: Sequence[Measurement], title: str, captions: Sequence[str], more: Mapping[str, Callable[[Measurement], str]]
-) -> Table:
-    """A table with a row for each way: its figures, or its problem. more: heading -> text, for the last columns."""
-    problems = [f"{row.variant}: {row.problem}" for row in rows if ": " in row.problem]
-    unit = unit_of(row.peak_bytes for row in rows)
-    # The slowest way decides for all rows, so that their times have one unit.
-    is_short = max((statistics.median(row.seconds) for row in rows if row.seconds), default=0) < 1
-    times = f"{'milliseconds' if is_short else 'seconds'}\n(from - to)"
-    figures = ("step /\nfull", times, f"held\n{unit}", f"peak\n{unit}", "kernels")
-    table = table_of_figures(title, [*captions, *problems], ("policy", *figures, *more), texts=(times, *more))
-    for row in rows:
-        if row.problem:
-            # The cell shows the kind of problem. What went wrong in detail stands below the table.
-            table.add_row(row.variant, *[""] * len(figures), row.problem.partition(": ")[0])
-            continue
-        table.add_row(
-            row.variant,
-            "" if row.relative is None else f"{row.relative:.3f}",
-            "{:.4g} ({:.3g}-{:.3g})".format(
-                *(1000**is_short * time(row.seconds) for time in (statistics.median, min, max))
-            ),
-            *(in_unit(size, unit) for size in (row.held_bytes, row.peak_bytes)),
-            str(row.attention),
-            *(figure(row) for figure in more.values()),
-        )
-    return table
