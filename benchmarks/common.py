@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 
-from fastac.cli.measuring import Allocated as Allocated
-from fastac.cli.measuring import allocated_bytes as allocated_bytes
-from fastac.cli.measuring import machine
+from fastac.cli.machine import machine
+from fastac.verification.measuring import Allocated as Allocated
+from fastac.verification.measuring import allocated_bytes as allocated_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

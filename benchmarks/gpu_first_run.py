@@ -28,8 +28,8 @@ import torch
 from diffusers import WanTransformer3DModel
 
 import fastac
-from fastac.cli.measuring import enable_torch_sac
 from fastac.engine.blocks import known_state
+from fastac.verification.ways import enable_torch_sac
 from peers import remat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -46,8 +46,7 @@ from rich.table import Table
 
 import fastac
 from common import COPIES, RESULTS, grouped, hidden_seconds, parser, running_and_waiting, write_result
-from fastac.cli import measuring
-from fastac.cli.measuring import FAILURES, allocated_bytes, build, enable_torch_sac, failure, relative, take_turns
+from fastac.cli.machine import gpu
 from fastac.engine import offload
 from fastac.engine.blocks import state_of
 from fastac.engine.transport import transport_of
@@ -59,8 +58,11 @@ from fastac.planning.auto import Auto, Planner
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import ROWS, AnyPolicy, Forecast
 from fastac.planning.plans import parse_bytes, table_of_figures
+from fastac.verification import ways
+from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import executed_attention
+from fastac.verification.ways import build, enable_torch_sac
 
 Tell = Callable[[str], object]
 
@@ -202,7 +204,7 @@ class Timed(NamedTuple):
     allocations: int = 0  # by the allocator, of memory of the GPU
 
 
-class Training(measuring.Workload):
+class Training(ways.Workload):
     """Steps of a case, under one way at a time. Gradients are gone with the next step, the optimizer's states stay."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -214,7 +216,7 @@ class Training(measuring.Workload):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # makes its states
-        self.switch = measuring.Ways(self)  # to take a way off again, and for the blocks that fastac enabled
+        self.switch = ways.Ways(self)  # to take a way off again, and for the blocks that fastac enabled
         self.warm_up = {"nothing": lambda: None, "forward": self.forward, "step": self.step}[case.warm_up]
         self.steps_per_turn = {"nothing": 1, "forward": 1.25, "step": 2}[case.warm_up]  # a forward is a fourth of one
         self.turns: list[float] = []  # seconds of some
@@ -493,7 +495,7 @@ def main() -> int:
         console.print("gpu_wan.py measures on a CUDA GPU, and torch finds none here: nothing was measured.")
         return 0
     elif output is None:
-        name = re.sub(r"[^a-z0-9]+", "_", measuring.gpu()["name"].lower()).strip("_")
+        name = re.sub(r"[^a-z0-9]+", "_", gpu()["name"].lower()).strip("_")
         output = RESULTS / f"gpu_wan_{name}.json"
     result: dict[str, Any] = {"minutes": options.minutes, "complete": False, "check": {}, "cases": []}
 

@@ -42,9 +42,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fastac
 from common import build_model, finish, parser, positive
-from fastac.cli.measuring import enable_torch_sac, is_attention_by_name, take_turns
 from fastac.hook import enabled_on
 from fastac.planning.auto import RESERVE
+from fastac.verification.measuring import take_turns
+from fastac.verification.ways import enable_torch_sac, is_attention_by_name
 
 
 class Case(NamedTuple):

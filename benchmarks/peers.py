@@ -49,9 +49,10 @@ import host_time
 from common import allocated_bytes, build_model, parser, positive, write_result
 from fastac import registry
 from fastac.cli import version
-from fastac.cli.measuring import Workload, take_turns
 from fastac.engine.flops import register_formulas
 from fastac.engine.torch_private import profiled_events
+from fastac.verification.measuring import take_turns
+from fastac.verification.ways import Workload
 from held_bytes import LiveStorages
 from host_time import CONFIG, TEXT
 from plan_accuracy import replayed_flops

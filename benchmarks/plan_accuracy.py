@@ -25,12 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
 from common import allocated_bytes, finish, parser, positive
-from fastac.cli.measuring import build
 from fastac.engine.tape import Replay
 from fastac.models import published as configurations
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.policy import NAMED, Policy
+from fastac.verification.ways import build
 
 HELD, PEAK = 0.01, 0.03
 """By how much a prediction of bytes may be off; one of FLOPs not at all."""
@@ -168,11 +168,11 @@ def compare(pair: Pair) -> Iterator[Row]:
         "full": NAMED["full"],
         "long_attn_only": Policy("attn_only", min_kv=pair.text_tokens + 1),
         "attn_only": Policy(),
-        "within": forecast.within(int(1.5 * forecast.plan("attn_only").saved_bytes)),
+        "within": forecast.within(int(1.5 * forecast.figures("attn_only").saved_bytes)),
     }
     for name, policy in policies.items():
         mine = copy.deepcopy(model)
-        plan = forecast.plan(policy)
+        plan = forecast.figures(policy)
         if policy != "none":
             fastac.enable(mine, policy)
         held, peak, flops = measure(mine, inputs)

@@ -24,10 +24,10 @@ from rich.table import Table
 
 import fastac
 from common import parser, positive, write_result
-from fastac.cli.measuring import take_turns
 from fastac.engine import beginning, offload, recompute, region, torch_private
 from fastac.engine.blocks import BlockState, state_of
 from fastac.policy import Policy
+from fastac.verification.measuring import take_turns
 from host_time import hooks_alone
 
 FEW, MANY = 1, 81

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastac.cli.measuring import allocated_bytes
+from fastac.verification.measuring import allocated_bytes
 
 
 class LiveBytes(TorchDispatchMode):

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "fastac"
 
 FLOORS = (
     *("errors", "policy", "registry", "engine", "backends", "diagnosis", "models", "compiled", "checkpointing"),
-    *("hosts", "verification.tables", "planning", "hook", "verification", "graph", "cli"),
+    *("hosts", "planning", "hook", "verification", "graph", "cli"),
 )
 """Modules and folders, from below: what stands here imports from its own floor and from those before it.
 

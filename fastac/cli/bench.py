@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fastac.cli.measuring import Workload, bench, build, machine
+from fastac.cli.machine import machine
 from fastac.cli.plan import add_video, telling, video_of
 from fastac.engine import host_memory
 from fastac.errors import FastacError, readable_bytes
@@ -22,6 +22,7 @@ from fastac.models.published import BLOCK_COUNTS, Configuration, with_layers
 from fastac.models.videos import Video
 from fastac.planning.plans import parse_bytes
 from fastac.planning.video import Tell, Training, plan_video
+from fastac.verification.ways import Workload, bench, build
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,10 +20,10 @@ from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan, places
 from fastac.planning.fake_model import DEVICES
-from fastac.planning.forecast import OPTIMIZERS, ROWS, PolicyPlan
+from fastac.planning.forecast import OPTIMIZERS, ROWS, PolicyFigures
 from fastac.planning.plans import AUTO, GBPS, TFLOPS, WITHIN, parse_bytes, room_of
+from fastac.planning.tables import console
 from fastac.planning.video import Tell, Training, plan_video
-from fastac.verification.tables import console
 
 GIB = 2**30
 
@@ -125,7 +125,7 @@ def lines_of(plan: Plan, options: argparse.Namespace) -> list[str]:
     return [line for number, code in enumerate(lines) for line in ["or"] * bool(number) + code]
 
 
-def code_of(row: PolicyPlan, options: argparse.Namespace) -> list[str]:
+def code_of(row: PolicyFigures, options: argparse.Namespace) -> list[str]:
     """The lines of Python that enable the policy of a row."""
     if row.policy == "none":
         return ["# It fits without checkpointing: nothing is to be enabled."]
@@ -216,7 +216,7 @@ def plot(plan: Plan, path: str | Path) -> None:
         raise FastacError(f"plan: cannot write the plot {path}: {error}") from error
 
 
-def best_rows(plan: Plan, host: int) -> list[PolicyPlan]:
+def best_rows(plan: Plan, host: int) -> list[PolicyFigures]:
     """The best policies for a dozen memories of the device, from the least that fits to all that outputs could take.
 
     host: bytes of the host, as in `room_of`.
@@ -229,6 +229,6 @@ def best_rows(plan: Plan, host: int) -> list[PolicyPlan]:
     for memory in sorted(peaks | between | {most}):
         room = room_of(forecast, memory, host, plan.gbps, plan.tflops)
         policies = places.choose(forecast, room)
-        if policies is not None and (row := forecast.plan(policies)).bytes_per_flop <= room.bytes_per_flop:
+        if policies is not None and (row := forecast.figures(policies)).bytes_per_flop <= room.bytes_per_flop:
             rows.append(row)
     return rows

@@ -30,7 +30,7 @@ def available() -> int | None:
     return min(limits, default=None)
 
 
-def ranks() -> int:
+def ranks_on_host() -> int:
     """The number of processes on this host that train together."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
 
@@ -46,10 +46,10 @@ def check_available(size: int, blocks: int, policy: Policy) -> None:
         return
     host = available()
     # The size that fitted is allocated by now, and missing in what is available.
-    if host is not None and ranks() * (size - process.host_bytes) > host:
+    if host is not None and ranks_on_host() * (size - process.host_bytes) > host:
         raise FastacError(
-            f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks()} ranks "
-            f"{ranks() * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"
+            f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks_on_host()} ranks "
+            f"{ranks_on_host() * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"
             f"{_way_out(policy)}"
         )
     process.host_bytes = size

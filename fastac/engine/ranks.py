@@ -26,7 +26,7 @@ class OtherRankFailed(Exception):  # noqa: N818 it carries the error of another 
         self.error_name = error_name
 
 
-def least(name: str, values: Sequence[float], timeout: timedelta) -> list[float]:
+def least_of_ranks(name: str, values: Sequence[float], timeout: timedelta) -> list[float]:
     """The least of each value on all ranks, which use the same name. This rank's own values if there is one process.
 
     Unlike a collective, this leaves nothing behind if a rank does not come. Raises RuntimeError after `timeout` then.

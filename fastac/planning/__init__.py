@@ -9,7 +9,7 @@ while a model trains.
 """
 
 from fastac.planning.auto import Auto
-from fastac.planning.forecast import PolicyPlan, States
+from fastac.planning.forecast import PolicyFigures, States
 from fastac.planning.plans import Plan, plan
 
-__all__ = ["Auto", "Plan", "PolicyPlan", "States", "plan"]
+__all__ = ["Auto", "Plan", "PolicyFigures", "States", "plan"]

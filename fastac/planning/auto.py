@@ -32,14 +32,14 @@ from fastac.engine.beginning import autocast_state
 from fastac.engine.blocks import signature
 from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
-from fastac.engine.ranks import least
+from fastac.engine.ranks import least_of_ranks
 from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
 from fastac.planning import places
 from fastac.planning.fake_model import Arguments, fake_model
 from fastac.planning.fake_weights import gpus_of, stored_bytes
-from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyPlan, States
+from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyFigures, States
 from fastac.planning.places import Room
 from fastac.planning.plans import TFLOPS, parse_bytes
 from fastac.planning.timeline import EXCHANGED
@@ -142,7 +142,7 @@ class Choice(NamedTuple):
     # In a line: what is saved where, or why fastac made no plan.
     why: str
     # The rest belongs to a plan: what the step takes, and the FLOPs of its forward.
-    row: PolicyPlan | None = None
+    row: PolicyFigures | None = None
     forward_flops: int = 0
 
 
@@ -362,7 +362,7 @@ class Planner:
                 f"{RESERVE:.0%}, {others}.{advice * is_guess}"
             )
         peak = forecast.step(policies).peak(policies, shards)
-        row = dataclasses.replace(forecast.plan(policies, "auto"), peak_bytes=peak)
+        row = dataclasses.replace(forecast.figures(policies, "auto"), peak_bytes=peak)
         planned = f"{readable_bytes(means.limit - memory + peak)} of {readable_bytes(means.limit)} planned"
         return Choice(policies, f"{_in_words(policies, forecast, row)}; {planned}", row, forecast.full.flops["forward"])
 
@@ -380,7 +380,7 @@ class Planner:
             if auto.host is not None:
                 host = parse_bytes(auto.host)
             elif memory is not None:
-                host = (host_memory.available() or 0) // 2 // host_memory.ranks()
+                host = (host_memory.available() or 0) // 2 // host_memory.ranks_on_host()
             if torch_private.user_hooks() is not None:
                 host = 0  # hooks of the user's would move what offload moves, so blocks refuse to offload
             rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
@@ -422,7 +422,7 @@ class Planner:
         if self._is_alone:
             return values
         try:
-            return least(f"{class_name(forward.model)} {self._number} {what}", values, WAIT)
+            return least_of_ranks(f"{class_name(forward.model)} {self._number} {what}", values, WAIT)
         except (RuntimeError, ValueError) as error:
             self._is_alone = True
             problem = str(error).partition("\n")[0]
@@ -506,7 +506,7 @@ class Planner:
         )
 
 
-def _in_words(policies: Mapping[str, Policy], forecast: Forecast, row: PolicyPlan) -> str:
+def _in_words(policies: Mapping[str, Policy], forecast: Forecast, row: PolicyFigures) -> str:
     """What is saved where."""
     if not any(policy.checkpoints for policy in policies.values()):
         return f"no checkpointing; {row.relative:.3f} of the FLOPs of full"

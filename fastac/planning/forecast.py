@@ -34,7 +34,7 @@ ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
 
 
 @dataclass(frozen=True)
-class PolicyPlan:
+class PolicyFigures:
     """Bytes and FLOPs of one step under one policy, on one device."""
 
     policy: str
@@ -86,7 +86,7 @@ def states_of(
     buffers = sum(map(stored_bytes, model.buffers()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer_bytes = sum(
-        parameter.numel() * OPTIMIZERS[optimizer](_kept_bytes(parameter) // max(1, parameter.numel()))
+        parameter.numel() * OPTIMIZERS[optimizer](_gradient_bytes(parameter) // max(1, parameter.numel()))
         for parameter in trained
     )
     gathered = (2 * _gathered_bytes(block) + _trained_bytes(block) for block in blocks if gpus > 1)
@@ -97,7 +97,7 @@ def _trained_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _kept_bytes(parameter: torch.Tensor) -> int:
+def _gradient_bytes(parameter: torch.Tensor) -> int:
     """Bytes of the gradient that the optimizer gets: FSDP2 in mixed precision casts it to the dtype of the weight."""
     return max(parameter.nbytes, stored_bytes(parameter))
 
@@ -121,7 +121,7 @@ class Forecast:
         self.fake_model, self.gpus, self.split = fake_model, gpus, split
         self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
         trained = [parameter for parameter in fake_model.model.parameters() if parameter.requires_grad]
-        self.gradients = sum(map(_kept_bytes, trained)) // gpus
+        self.gradients = sum(map(_gradient_bytes, trained)) // gpus
         # Bytes that a simulated step leaves out, as its gradients have the dtype in which it computes.
         self.wider = self.gradients - _trained_bytes(fake_model.model) // gpus
         # Names of the checkpointed blocks -> the step that was simulated with these.
@@ -175,19 +175,16 @@ class Forecast:
                     sizes[block, out.keys, "" if out.keys else out.name] += out.bytes
         return min(sizes.values(), default=None)
 
-    def peak(self, policy: AnyPolicy, step: Timeline | None = None) -> int:
-        """The most bytes that are allocated at one time under a policy.
+    def peak(self, policy: AnyPolicy) -> int:
+        """The most bytes that are allocated at one time under a policy."""
+        return self.states.total + self.wider + self.step(policy).peak(self.policies(policy), self.gpus)
 
-        step: by default the simulated step of these inputs; or a step from `Timeline.on_line`.
-        """
-        return self.states.total + self.wider + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
-
-    def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
-        """The plan of a policy. name: by default the policy's."""
+    def figures(self, policy: AnyPolicy, name: str = "") -> PolicyFigures:
+        """The figures of a policy. name: by default the policy's."""
         step, policies = self.step(policy), self.policies(policy)
         recomputed = step.recomputed(policies)
         flops = step.flops["forward"] + recomputed + step.flops["backward"]
-        return PolicyPlan(
+        return PolicyFigures(
             policy=name or str(policy),
             saved_bytes=step.saved_bytes(policies),
             held_bytes=step.held(policies),

@@ -19,10 +19,10 @@ from fastac.models.blocks import check_module, unwrapped
 from fastac.planning import places
 from fastac.planning.fake_model import Inputs, arguments, fake_model
 from fastac.planning.fake_weights import BREAKS, gpus_of
-from fastac.planning.forecast import ROWS, Forecast, PolicyPlan, States
+from fastac.planning.forecast import ROWS, Forecast, PolicyFigures, States
 from fastac.planning.places import Room
+from fastac.planning.tables import new_table, render
 from fastac.policy import Policy, of_first
-from fastac.verification.tables import new_table, render
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,7 +80,7 @@ class Plan:
     states: States
     # Bytes of the model's gradients, which the peak of every policy includes.
     gradients: int
-    policies: tuple[PolicyPlan, ...]
+    policies: tuple[PolicyFigures, ...]
     # Only `fastac plan` sets the following. Block name -> its policy in the row of the budget or of the memory:
     blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
     # Policy -> the most frames with which a step fits `memory`, or 0.
@@ -137,19 +137,20 @@ class Plan:
             >>> fastac.enable(transformer, plan.within(memory="72GiB", host="64GiB"))
         """
         if saved is not None and memory is None and not host:
-            return _within(self.forecast, parse_bytes(saved), linear, offload)
+            return policies_within(self.forecast, parse_bytes(saved), linear, offload)
         if saved is not None or memory is None or offload:
             raise FastacError(
                 'plan.within: give either bytes of saved outputs, within("24GiB") or within("24GiB", offload=True), or '
                 'the memory of the device, within(memory="72GiB") or within(memory="72GiB", host="64GiB")'
             )
         room = room_of(self.forecast, parse_bytes(memory), parse_bytes(host), gbps, self.tflops)
-        chosen = _in_room(self.forecast, room, linear)
+        chosen = policies_in_room(self.forecast, room, linear)
         if chosen is None:
             raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {self._missing(room)}")
         return chosen
 
-    def _room(self, memory: int) -> Room:
+    def room(self, memory: int) -> Room:
+        """What a step may use of a memory, and of the plan's host."""
         return room_of(self.forecast, memory, self.host, self.gbps, self.tflops)
 
     def _missing(self, room: Room) -> str:
@@ -169,22 +170,23 @@ class Plan:
         table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), headings)
         for row in self.policies:
             sizes = (row.saved_bytes, row.held_bytes, row.host_bytes, row.peak_bytes)
-            rate = copies_per_second(row, self.tflops) / 1e9
+            rate = row.bytes_per_flop * self.tflops * 1e3  # GB/s
+            longest = self.largest.get(row.policy, "")
             table.add_row(
                 row.policy,
                 *(in_unit(size, unit) for size in sizes),
                 f"{row.relative:.3f}",
                 (f"{rate:.2g}" if rate < 10 else f"{rate:,.0f}") if rate else "",
-                *[_frames(self.largest.get(row.policy))] * bool(self.largest),
+                *["none" if longest == 0 else str(longest)] * bool(self.largest),
             )
         return render(table)
 
     @property
-    def best(self) -> PolicyPlan | None:
+    def best(self) -> PolicyFigures | None:
         """The policy of fewest FLOPs that fits `memory` and `host`. If none other fits, its copies are not hidden."""
         if self.memory is None:
             return None
-        room = self._room(self.memory)
+        room = self.room(self.memory)
         fitting = [row for row in self.policies if row.peak_bytes <= self.memory and row.host_bytes <= room.host]
         # Copies that the device waits for are worse than any recompute.
         return min(fitting, key=lambda row: (row.bytes_per_flop > room.bytes_per_flop, row.flops), default=None)
@@ -214,7 +216,7 @@ class Plan:
                 f"10 % less than the device has"
             )
             if best is None:
-                lines.append(f"no policy fits. {self._missing(self._room(self.memory))}")
+                lines.append(f"no policy fits. {self._missing(self.room(self.memory))}")
         if best is not None:
             lines.append(
                 f"best that fits: {best.policy}, with {best.relative:.3f} of the FLOPs of full, "
@@ -245,10 +247,6 @@ def unit_of(sizes: Iterable[int]) -> str:
 def in_unit(size: int, unit: str) -> str:
     """A number of bytes in a unit, without it."""
     return f"{size / parse_bytes(f'1{unit}'):,.1f}" if size else "0"
-
-
-def _frames(count: int | None) -> str:
-    return "" if count is None else str(count or "none")
 
 
 def summary(policies: Collection[Policy]) -> str:
@@ -310,7 +308,7 @@ def plan(
         forecast = Forecast(
             fake_model(model, inputs, blocks, device), optimizer, gpus_of(model) if gpus is None else gpus
         )
-        made = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
+        made = plan_of(forecast, class_name(model), shapes, checkpointed)
     if not next(row for row in made.policies if row.policy == "attn_only").saved_bytes:
         logger.warning(
             "plan: no attention of %s on %s can be saved, so a plan saves only outputs of Linear modules. "
@@ -346,7 +344,7 @@ def explained(problem: str, advice: str = "") -> Iterator[None]:
         raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
 
 
-def _within(forecast: Forecast, limit: int, linear: bool, offload: bool) -> dict[str, Policy]:
+def policies_within(forecast: Forecast, limit: int, linear: bool, offload: bool) -> dict[str, Policy]:
     """The policies of all blocks within a number of bytes, and a warning if they save nothing."""
     chosen = forecast.within(limit, linear, offload)
     if all(policy.saves_nothing for policy in chosen.values()):
@@ -363,7 +361,7 @@ def room_of(forecast: Forecast, memory: int, host: int, gbps: float, tflops: flo
     return Room(memory - forecast.states.total - forecast.wider, host, bytes_per_flop=gbps * 1e9 / (tflops * 1e12))
 
 
-def _in_room(forecast: Forecast, room: Room, linear: bool = True) -> dict[str, Policy] | None:
+def policies_in_room(forecast: Forecast, room: Room, linear: bool = True) -> dict[str, Policy] | None:
     """The best policies of all blocks in a room, and a warning if their copies are not hidden; None if nothing fits."""
     chosen = places.choose(forecast, room, linear=linear)
     if chosen is not None and (rate := forecast.full.bytes_per_flop(chosen)) > room.bytes_per_flop:
@@ -375,60 +373,13 @@ def _in_room(forecast: Forecast, room: Room, linear: bool = True) -> dict[str, P
     return chosen
 
 
-def make_plan(
-    forecast: Forecast,
-    name: str,
-    inputs: str,
-    *,
-    budget: int | None = None,
-    offload: bool = False,
-    memory: int | None = None,
-    host: int = HOST,
-    gbps: float = GBPS,
-    tflops: float = TFLOPS,
-    checkpointed: int | None = None,
-) -> Plan:
-    """The plan of a forecast.
-
-    Args:
-        budget: bytes of saved outputs, for one more row.
-        offload: whether this row offloads.
-        memory: bytes of the device, for the row of the best that fits.
-        host: bytes of the host that this row may take.
-        gbps: rate of the bus. It decides how rows with offload compare with others.
-        tflops: speed of the device, likewise.
-        checkpointed: adds two rows in which so many blocks are checkpointed.
-    """
-    policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
+def plan_of(forecast: Forecast, name: str, inputs: str, checkpointed: int | None = None) -> Plan:
+    """The plan of a forecast. checkpointed: adds two rows in which so many blocks are checkpointed."""
+    policies = [forecast.figures(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
         # The model may have blocks that it does not call on these inputs: "the first" are those that run.
         called = [name for name in forecast.fake_model.blocks if name in forecast.full.begins]
         for policy_name in ("full", "attn_only"):
             first_blocks = of_first(called, checkpointed, policy_name)
-            policies.append(forecast.plan(first_blocks, f"{policy_name}, first {checkpointed} blocks"))
-    blocks: dict[str, Policy] = {}
-    if budget is not None:
-        blocks = _within(forecast, budget, True, offload)
-        policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
-    if memory is not None and (fits := _in_room(forecast, room_of(forecast, memory, host, gbps, tflops))) is not None:
-        blocks = fits
-        policies.append(forecast.plan(blocks, AUTO))
-    return Plan(
-        forecast=forecast,
-        subject=name,
-        inputs=inputs,
-        states=forecast.states,
-        gradients=forecast.gradients,
-        policies=tuple(policies),
-        blocks=blocks,
-        budget=budget,
-        memory=memory,
-        host=host,
-        gbps=gbps,
-        tflops=tflops,
-    )
-
-
-def copies_per_second(row: PolicyPlan, tflops: float) -> float:
-    """Bytes per second that the bus must copy in each direction to hide a policy's host copies behind computation."""
-    return row.bytes_per_flop * tflops * 1e12
+            policies.append(forecast.figures(first_blocks, f"{policy_name}, first {checkpointed} blocks"))
+    return Plan(forecast, name, inputs, forecast.states, forecast.gradients, tuple(policies))

@@ -1,10 +1,10 @@
 """Blocks that are alike: the simulation of a step runs five of them, and repeats what happened in the second.
 
-A series is blocks of one kind, of which each is called with the outputs of the block before it. The first two and the
-last two run, and so does the block after them. A block between them returns what the second returned, so the last two
-follow as if there were no others. Afterwards the events of the second block are repeated for each block that did not
-run: its part of the forward, and its part of backward. The last but one shows whether that is right: it must have done
-as the second.
+A series is blocks that are built alike, of which each is called with the outputs of the block before it. The first two
+and the last two run, and so does the block after them. A block between them returns what the second returned, so the
+last two follow as if there were no others. Afterwards the events of the second block are repeated for each block that
+did not run: its part of the forward, and its part of backward. The last but one shows whether that is right: it must
+have done as the second.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _likeness(block: torch.nn.Module, name: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Zone:
+class _Section:
     """The forward of the second block of a series, then of the last but one; or backward, in the other order."""
 
     names: list[str]
@@ -200,18 +200,18 @@ class _Zone:
         """Number of the blocks that did not run."""
         return len(self.names) - 4
 
-    def of_second(self, listed: Sequence[Any], kind: str) -> Sequence[Any]:
-        """What the second block added to a list. kind: "events" or "storages"."""
-        start, middle, end = (getattr(cut, kind) for cut in (self.start, self.middle, self.end))
+    def of_second(self, listed: Sequence[Any], recorded: str) -> Sequence[Any]:
+        """What the second block added to a list. recorded: "events" or "storages"."""
+        start, middle, end = (getattr(cut, recorded) for cut in (self.start, self.middle, self.end))
         second, other = (listed[start:middle], listed[middle:end])[:: self.direction]
         renamed = self._renamed(second, [self.names[1], *self.names[-2:]])
         if without_order(renamed) != without_order(other):
             raise NotAlikeError
         return second
 
-    def of_all(self, listed: Sequence[Any], kind: str) -> Iterator[Any]:
+    def of_all(self, listed: Sequence[Any], recorded: str) -> Iterator[Any]:
         """What all blocks but the first and the last would have added."""
-        second = self.of_second(listed, kind)
+        second = self.of_second(listed, recorded)
         for number in range(1, len(self.names) - 1)[:: self.direction]:
             yield from self._renamed(second, self.names[number - 1 : number + 2])
 
@@ -250,50 +250,52 @@ def repeated(step: Timeline, all_series: Iterable[Series]) -> Timeline:
     events: list[Event] = []
     storages: list[HeldStorage] = []
     flops, candidates = Counter(step.flops), dict(step.candidates)
-    zones = [zone for series in all_series if series.repeats for zone in _zones(step, series)]
-    if not zones:
+    sections = [section for series in all_series if series.repeats for section in _sections(step, series)]
+    if not sections:
         return step
     done = Cut(0, 0, Counter())
-    for zone in sorted(zones, key=lambda zone: zone.start.events):
-        if zone.start.events < done.events:
+    for section in sorted(sections, key=lambda section: section.start.events):
+        if section.start.events < done.events:
             raise NotAlikeError  # the blocks of two series alternate
-        events += [*step.events[done.events : zone.start.events], *zone.of_all(step.events, "events")]
-        storages += [*step.storages[done.storages : zone.start.storages], *zone.of_all(step.storages, "storages")]
-        flops.update({phase: count * zone.missing for phase, count in zone.flops.items()})
-        done = zone.end
+        events += [*step.events[done.events : section.start.events], *section.of_all(step.events, "events")]
+        storages += [*step.storages[done.storages : section.start.storages], *section.of_all(step.storages, "storages")]
+        flops.update({phase: count * section.missing for phase, count in section.flops.items()})
+        done = section.end
     events += step.events[done.events :]
     storages += step.storages[done.storages :]
 
-    def moved(moment: Moment, added: Sequence[tuple[_Zone, int]]) -> Moment:
-        """A moment, after so many repetitions of a block's part of zones."""
+    def moved(moment: Moment, added: Sequence[tuple[_Section, int]]) -> Moment:
+        """A moment, after so many repetitions of a block's part of sections."""
         return Moment(
-            moment.event + sum(zone.length * count for zone, count in added),
-            moment.flops + sum(zone.flops.total() * count for zone, count in added),
+            moment.event + sum(section.length * count for section, count in added),
+            moment.flops + sum(section.flops.total() * count for section, count in added),
         )
 
     def behind(moment: Moment) -> Moment:
-        return moved(moment, [(zone, zone.missing) for zone in zones if zone.middle.events <= moment.event])
+        return moved(
+            moment, [(section, section.missing) for section in sections if section.middle.events <= moment.event]
+        )
 
     begins = {region: list(map(behind, moments)) for region, moments in step.begins.items()}
-    for zone in zones:
-        names, index = zone.names, 0 if zone.direction > 0 else 1
+    for section in sections:
+        names, index = section.names, 0 if section.direction > 0 else 1
         for number in range(2, len(names) - 2):
             candidates[names[number]] = [dataclasses.replace(candidate) for candidate in step.candidates[names[1]]]
             for moment in begins[names[1]][index : index + 1]:
-                begins[names[number]].append(moved(moment, [(zone, zone.direction * (number - 1))]))
+                begins[names[number]].append(moved(moment, [(section, section.direction * (number - 1))]))
     return Timeline(events, behind(Moment(step.forward_ends, 0)).event, flops, candidates, begins, storages)
 
 
-def _zones(step: Timeline, series: Series) -> list[_Zone]:
+def _sections(step: Timeline, series: Series) -> list[_Section]:
     """The forward and the backward of a series, if its blocks can be repeated."""
     names, last = series.names, len(series.names) - 1
     if last not in series.forwards or not series.backwards.keys() >= {0, 1, last - 1}:
         raise NotAlikeError
     of_forward, of_backward = series.forwards, series.backwards
-    forward = _Zone(names, of_forward[1], of_forward[2], of_forward[last], 1)
-    backward = _Zone(names, of_backward[last - 1], of_backward[1], of_backward[0], -1)
-    zones = [forward, backward]
-    in_forward, in_backward = (zone.of_second(step.events, "events") for zone in zones)
+    forward = _Section(names, of_forward[1], of_forward[2], of_forward[last], 1)
+    backward = _Section(names, of_backward[last - 1], of_backward[1], of_backward[0], -1)
+    sections = [forward, backward]
+    in_forward, in_backward = (section.of_second(step.events, "events") for section in sections)
     of_second = [*in_forward, *in_backward]
     between = step.events[forward.end.events : backward.start.events]
     after = step.events[backward.end.events :]
@@ -306,13 +308,13 @@ def _zones(step: Timeline, series: Series) -> list[_Zone]:
             storage.inputs_of[index:index] = names[2:-2]
     # What the forward of a block allocates and its backward does not release, such as weights that autocast has cast.
     longer = {id(event): event for event in in_forward if event.bytes > 0}
-    for zone in zones:
-        for event in step.events[zone.start.events : zone.end.events]:
+    for section in sections:
+        for event in step.events[section.start.events : section.end.events]:
             longer.pop(id(event.ends), None)
     lasting = sum(event.bytes for event in longer.values())
     is_alike = (
         step.candidates[names[1]] == step.candidates[names[-2]]
-        and all(zone.end.flops - zone.middle.flops == zone.flops for zone in zones)
+        and all(section.end.flops - section.middle.flops == section.flops for section in sections)
         and sum(event.bytes for event in of_second if not event.gradient) == lasting
         and all(event.candidate is None or event.candidate[0] != names[1] for event in between)
         and all(event.candidate is None or event.candidate[0] != names[-2] for event in after)
@@ -322,4 +324,4 @@ def _zones(step: Timeline, series: Series) -> list[_Zone]:
     for event in (*between, *after):
         if id(event.ends) in longer:
             event.bytes *= 1 + forward.missing  # at once for all blocks
-    return zones
+    return sections

@@ -28,8 +28,8 @@ from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.engine.tape import is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
-from fastac.planning.cuda import OneKernel
 from fastac.planning.fake_model import FakeModel
+from fastac.planning.fused_kernels import OneKernel
 from fastac.planning.repetition import Cut, NotAlikeError, Series, repeated, series_of
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, HeldStorage, Moment, Place, Timeline
 from fastac.registry import classify

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastac.engine import offload
 from fastac.policy import Policy
@@ -229,39 +226,24 @@ class Timeline:
         ]
         return max(rates, default=0.0)
 
-    def on_line(self, other: Timeline, part: Fraction) -> Timeline | None:
-        """The step whose bytes and keys lie `part` of the way from this step's to another's. Its FLOPs mean nothing.
+    def spare_steps(
+        self, longer: Timeline, steps: int, policies: Policies, memory: int, gradient_shards: int = 1
+    ) -> int | None:
+        """How many steps of frames more fit a memory than this timeline has. Below 0: so many fewer.
 
-        All that a step allocates grows linearly with the tokens of a video. None if the two steps do not do the same.
+        All that a step allocates grows linearly with the tokens of a video.
+
+        longer: the timeline of a video with so many `steps` more. None if it does not do the same as this one.
         """
-
-        if self._outline != other._outline:
+        outlines = [[(event.candidate, event.gradient) for event in timeline.events] for timeline in (self, longer)]
+        if outlines[0] != outlines[1] or self.saved(policies).keys() != longer.saved(policies).keys():
             return None
-
-        def between(this: Any, that: Any) -> Any:  # numbers, or arrays of them
-            return this + (that - this) * part.numerator // part.denominator
-
-        def of_fields(this: Any, that: Any) -> Any:
-            pairs = {name: (size, vars(that)[name]) for name, size in vars(this).items() if type(size) is int}
-            return dataclasses.replace(this, **{name: between(*pair) for name, pair in pairs.items()})
-
-        # The copy shares this step's events. Nobody reads their bytes: these are in the arrays, which are replaced.
-        step = copy.copy(self)
-        step.candidates = {
-            region: list(map(of_fields, listed, other.candidates[region])) for region, listed in self.candidates.items()
-        }
-        step.storages = list(map(of_fields, self.storages, other.storages))
-        step._saved = {}
-        step._bytes, step._change = between(self._bytes, other._bytes), between(self._change, other._change)
-        step._gradients = between(self._gradients, other._gradients)
-        return step
-
-    @functools.cached_property
-    def _outline(self) -> Any:
-        """What the step does, without sizes."""
-        names = {region: [candidate.name for candidate in listed] for region, listed in self.candidates.items()}
-        events = [(event.candidate, event.gradient) for event in self.events]
-        return names, events, [(storage.inputs_of, storage.candidate) for storage in self.storages]
+        alive = self.alive(policies, gradient_shards)
+        growth = longer.alive(policies, gradient_shards) - alive
+        if (alive[growth <= 0] > memory).any():
+            return None
+        grows = growth > 0
+        return int(((memory - alive[grows]) * steps // growth[grows]).min())
 
     def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
         """By how many bytes each event changes what is alive on the device."""

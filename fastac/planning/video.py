@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from fractions import Fraction
 
 import torch
 
 from fastac.engine import torch_private
 from fastac.engine.beginning import generators_preserved
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_values import Following
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast
-from fastac.planning.plans import GBPS, HOST, TFLOPS, WITHIN, Plan, explained, make_plan
+from fastac.planning.plans import (
+    AUTO,
+    GBPS,
+    HOST,
+    TFLOPS,
+    WITHIN,
+    Plan,
+    explained,
+    plan_of,
+    policies_in_room,
+    policies_within,
+)
 from fastac.planning.simulation import Split
 
 logger = logging.getLogger("fastac")
@@ -29,7 +38,7 @@ Tell = Callable[[str], object]
 
 
 FARTHEST = 8
-"""A video on the line may be so many times as long as the longest simulated video: models refuse some lengths."""
+"""A guess may be so many times as long as the longest simulated video: models refuse some lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,26 +101,24 @@ def plan_video(
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
-        made = make_plan(
-            forecast,
-            configuration.name,
-            described,
+        planned = dataclasses.replace(
+            plan_of(forecast, configuration.name, described, checkpointed),
             budget=budget,
-            offload=offload,
             memory=memory,
             host=host,
             gbps=gbps,
             tflops=tflops,
-            checkpointed=checkpointed,
         )
-    if memory is None:
-        return made
-    largest = {
-        row.policy: search.longest(row.policy, memory)
-        for row in made.policies
-        if row.policy in ROWS or row.policy.startswith(WITHIN)
-    }
-    return dataclasses.replace(made, largest=largest)
+        rows, blocks = list(planned.policies), planned.blocks
+        if budget is not None:
+            blocks = policies_within(forecast, budget, True, offload)
+            rows.append(forecast.figures(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
+        if memory is not None and (best := policies_in_room(forecast, planned.room(memory))) is not None:
+            blocks = best
+            rows.append(forecast.figures(blocks, AUTO))
+    names = [row.policy for row in rows if row.policy in ROWS or row.policy.startswith(WITHIN)]
+    largest = {} if memory is None else {name: search.longest(name, memory) for name in names}
+    return dataclasses.replace(planned, policies=tuple(rows), blocks=blocks, largest=largest)
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
@@ -138,8 +145,6 @@ class _Search:
     tell: Tell
     # Number of frames -> the forecast for a video of so many.
     forecasts: dict[int, Forecast] = dataclasses.field(default_factory=dict)
-    # Frames of the longest video that the model is known to take.
-    taken: int = 0
 
     @functools.cached_property
     def fake_model(self) -> FakeModel:
@@ -190,13 +195,10 @@ class _Search:
         """The peak of a policy on so many frames; None if the model refuses them."""
         try:
             forecast = self.forecast(frames)
-            within = policy not in ROWS
-            peak = forecast.peak(forecast.within(self.budget or 0, offload=self.offload) if within else ROWS[policy])
+            return forecast.peak(ROWS.get(policy) or forecast.within(self.budget or 0, offload=self.offload))
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return None
-        self.taken = max(self.taken, frames)
-        return peak
 
     def _takes(self, frames: int) -> bool:
         """Whether the model takes so many frames. Only its forward runs, which is faster than a simulation."""
@@ -210,37 +212,31 @@ class _Search:
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return False
-        self.taken = max(self.taken, frames)
         return True
-
-    def _peak_on_line(self, frames: int, policy: str) -> int | None:
-        """The peak on the line through two simulations that do the same; else the peak of its own simulation."""
-        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
-        if policy not in ROWS or self.far is None or frames > FARTHEST * self.taken:
-            return self._peak(frames, policy)
-        with contextlib.suppress(FastacError):
-            self._part(frames)
-            near, far = self.forecasts[self.video.frames], self.forecasts[self.far]
-            part = Fraction(frames - self.video.frames, self.far - self.video.frames)
-            step = near.step(ROWS[policy]).on_line(far.step(ROWS[policy]), part)
-            return self._peak(frames, policy) if step is None else near.peak(ROWS[policy], step)
-        return None
 
     def longest(self, policy: str, memory: int) -> int:
         """The most frames with which a step fits a memory, and which the model takes; 0 for none."""
         self.tell(f"longest video under {policy}")
+        longest = self._longest_on_line(policy, memory)
+        if longest is not None and (longest == 0 or longest in self.forecasts or self._takes(longest)):
+            return longest
+        # There is no line, or the model may refuse a video on it. Only simulations show where that begins.
         start = (self.video.frames - 1) // self.step
         first = self.video.frames - start * self.step
+        steps = most_steps(lambda steps: self._peak(first + steps * self.step, policy), memory, start)
+        return 0 if steps < 0 else first + steps * self.step
 
-        def longest_by(peak: Callable[[int, str], int | None]) -> int:
-            steps = most_steps(lambda steps: peak(first + steps * self.step, policy), memory, start)
-            return 0 if steps < 0 else first + steps * self.step
-
-        longest = longest_by(self._peak_on_line)
-        if longest <= self.taken or self._takes(longest):
-            return longest
-        # The model refuses a video on the line. Only simulations show where that begins.
-        return longest_by(self._peak)
+    def _longest_on_line(self, policy: str, memory: int) -> int | None:
+        """The most frames with which a step fits, by two simulations; None if there is no line so far."""
+        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
+        if policy not in ROWS or self.far is None:
+            return None
+        near, far = self.forecasts[self.video.frames], self.forecasts[self.far]
+        policies, room = near.policies(ROWS[policy]), memory - near.states.total - near.wider
+        steps = (self.far - self.video.frames) // self.step
+        more = near.step(ROWS[policy]).spare_steps(far.step(ROWS[policy]), steps, policies, room, near.gpus)
+        longest = None if more is None else max(0, self.video.frames + more * self.step)
+        return None if longest is None or longest > FARTHEST * self.far else longest
 
 
 def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:

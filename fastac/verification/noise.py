@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from fastac.engine.fingerprints import tolerance
+from fastac.engine.ranks import Group
 from fastac.errors import FastacError
+from fastac.verification.step import Step
 
 Tensors = Mapping[str, torch.Tensor | None]
+
+RunStep = Callable[[bool], Step]
+"""Runs a step. Its argument: whether attention kernels are counted."""
 
 FACTOR = 1.5
 """Correct runs pass with 1. The rest allows for noise of recompute itself, which a forward kernel may have."""
@@ -35,6 +40,147 @@ ROUNDING = tolerance(torch.bfloat16)
 
 MOST_EQUAL = 8
 """Runs of the reference after which a difference is real if they are all equal."""
+
+
+class ComparedSteps:
+    """Runs of a reference and of a policy, compared when this is made.
+
+    Each rank compares its own results, so ranks would differ in whether they need another step. If one rank needs a
+    step, all take it, because they may communicate in it.
+
+    Args:
+        group: the ranks.
+        reference_step: runs a step of the reference.
+        policy_step: runs a step of the policy.
+        forget: makes the next region of each kind a first one, which is observed.
+        with_buffers: whether written buffers are compared as well.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        reference_step: RunStep,
+        policy_step: RunStep,
+        forget: Callable[[], None],
+        with_buffers: bool,
+    ) -> None:
+        self.group, self.reference_step, self.policy_step, self.forget = group, reference_step, policy_step, forget
+        self.expected = reference_step(True)
+        """The run of the reference that all others are compared with."""
+        if group.any(bool(self.expected.graphs)):
+            # The first step compiled, and the profiler counted the calls that dynamo made while it traced.
+            self.expected = reference_step(True)
+        self.kernels, self.is_deterministic, self.remark = self.expected.kernels, False, ""
+        self.with_buffers = with_buffers
+        self.runs = self._runs_of(self.expected)
+        self.later = self._add_policy(True)
+        """The step of the policy from which the figures are taken."""
+        # Every rank takes part in both exchanges, whatever it found itself: the others would wait for it.
+        differs = group.any(bool(self.runs.different))
+        self.is_compiled = group.any(bool(self.runs.different) and self.later.in_graph)
+        if self.is_compiled:
+            self._repeat_compiled()
+        elif differs:
+            self._repeat()
+
+    def _runs_of(self, expected: Step) -> Runs:
+        """Runs that are compared with a step, which stays for its figures and hands over its tensors."""
+        tensors = expected.take_tensors()
+        return Runs({name: tensors[name] for name in tensors if self.with_buffers or not name.startswith("buffer ")})
+
+    def _add_policy(self, is_counted: bool = False) -> Step:
+        """Add two steps of the policy, and return the second one. Both must be exact.
+
+        The first one is observed, and it compiles what is compiled. All later steps of training are like the second.
+        """
+        self.forget()
+        # Only the second step is kept, for its figures. The memory of this one is free at once.
+        self.runs.add("first", self.policy_step(is_counted).tensors)
+        later = self.policy_step(is_counted)
+        self.runs.add("later", later.take_tensors())
+        return later
+
+    def _add_reference(self) -> None:
+        self.runs.add_reference(self.reference_step(False).tensors)
+
+    def _repeat(self) -> None:
+        """Results differ: tell what the policy changed from noise.
+
+        If deterministic kernels make the reference equal itself, compare with those. If results still differ, run the
+        reference `FEWEST` times, then both until nothing looks wrong or more runs cannot change that.
+        """
+        # Deterministic kernels are others than those of training. What is more than rounding may be a fault of these.
+        if self.group.any(bool(self.runs.gross())):
+            self._measure_noise()
+            if self.group.any(bool(self.runs.broken())):
+                self.remark = "The differences are larger than rounding, so training's own kernels were compared."
+                return
+        equal = self._deterministic_runs()
+        self.is_deterministic = equal is not None
+        with deterministic_kernels() if self.is_deterministic else contextlib.nullcontext():
+            if equal is not None:
+                self.runs = equal
+                self._add_policy()
+            if self.group.any(bool(self.runs.different)):
+                self._measure_noise()
+
+    def _measure_noise(self) -> None:
+        """Run the reference until its noise is known, then both until nothing looks wrong or that cannot change."""
+        while self.group.any(self.runs.count < FEWEST or (bool(self.runs.broken()) and self.runs.may_change())):
+            self._add_reference()
+            if self.runs.count > FEWEST:
+                self._add_policy()
+
+    def _deterministic_runs(self) -> Runs | None:
+        """Two equal runs of the reference with deterministic kernels; or None, and `remark` says why."""
+        if not self.group.is_one_process:
+            # An op without a deterministic kernel raises in the middle of a backward. DDP and FSDP would stay in it.
+            return None
+        try:
+            with deterministic_kernels():
+                runs = self._runs_of(self.reference_step(False))
+                again = self.reference_step(True)
+        except FastacError:
+            raise
+        except RuntimeError as error:
+            # The step ran before, so the kernels are the reason: an op has no deterministic kernel, SDPA may use only
+            # cuDNN's, or the deterministic kernel needs more memory than there is.
+            self.remark = f"No deterministic kernels: {error}".partition("\n")[0]
+            # The rest of torch's message is about a switch that the user did not set.
+            self.remark = self.remark.partition(", but you set")[0]
+            # torch refuses cuBLAS without this variable; pytorch/pytorch#161749 is about removing the check.
+            if "CUBLAS_WORKSPACE_CONFIG" in self.remark:
+                self.remark = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            return None
+        runs.add_reference(again.tensors)
+        if runs.is_noisy:
+            return None
+        # SDPA may take flash attention for cuDNN's here. The result names the kernels that were compared.
+        self.kernels = again.kernels
+        return runs
+
+    def _repeat_compiled(self) -> None:
+        """`_repeat` for a model that is compiled as a whole: what compiling the reference changes is noise as well.
+
+        The policy's graph may change other results than the reference's graph did, by as much. So every result is
+        allowed the median change. All runs of the reference come first, since going back and forth would compile each
+        time. All steps of the policy run one graph.
+        """
+        # An eager run shows by how much compilation changes the reference.
+        with torch.compiler.set_stance("force_eager"):
+            self._add_reference()
+        while self.group.any(self.runs.count < FEWEST):
+            self._add_reference()
+        self.runs.allow_compilation()
+        while self.group.any(bool(self.runs.broken()) and self.runs.may_change()):
+            self._add_reference()
+        for _ in range(MOST_EQUAL):
+            if not self.group.any(bool(self.runs.broken())):
+                break
+            tensors = self.policy_step(False).tensors
+            # An observed step and a later one run the same graph, so each run counts for both.
+            for what in ("first", "later"):
+                self.runs.add(what, tensors)
 
 
 class Runs:
@@ -51,8 +197,8 @@ class Runs:
         """The largest distance of another run of the reference."""
         self.nearest: dict[str, dict[str, float]] = {}
         """By the name of what was run ("first", "later"), the smallest distance of each result."""
-        self.farthest: dict[str, dict[str, float]] = {}
-        """The same, the largest distance."""
+        self.different: dict[str, float] = {}
+        """The largest distance of each result that was not bitwise equal in some judged run."""
         self._norms: dict[str, float] = {}  # of results of the reference, as far as they were needed
         self.factor, self.least = FACTOR, dict.fromkeys(reference, 0.0)
         """A result is wrong beyond `factor` times its noise, or times `least` if its noise is smaller."""
@@ -63,50 +209,42 @@ class Runs:
         for name, distance in distances(self.reference, tensors).items():
             self.noise[name] = max(self.noise[name], distance)
 
-    def add(self, what: str, tensors: Tensors) -> dict[str, float]:
-        """Add a run that is judged. Returns its distances."""
+    def add(self, what: str, tensors: Tensors) -> None:
+        """Add a run that is judged."""
         measured = distances(self.reference, tensors)
-        nearest, farthest = (found.setdefault(what, dict(measured)) for found in (self.nearest, self.farthest))
+        # The nearest run decides: a change that the policy makes is there in all of its runs, and noise is not.
+        nearest = self.nearest.setdefault(what, measured)
+        self.nearest[what] = {name: min(nearest[name], distance) for name, distance in measured.items()}
         for name, distance in measured.items():
-            # The nearest run decides: a change that the policy makes is there in all of its runs, and noise is not.
-            nearest[name], farthest[name] = min(nearest[name], distance), max(farthest[name], distance)
-        return measured
-
-    @property
-    def different(self) -> dict[str, float]:
-        """The largest distance of each result that was not bitwise equal in some judged run."""
-        return _largest(self.farthest.values())
+            if distance:
+                self.different[name] = max(distance, self.different.get(name, 0.0))
 
     @property
     def is_noisy(self) -> bool:
         """Whether runs of the reference differ."""
         return any(self.noise.values())
 
-    def broken(self, what: str | None = None) -> list[str]:
-        """Names of results that are wrong in all runs of `what`; by default, of anything that was run.
+    def broken(self) -> list[str]:
+        """Names of results that are wrong in all first or in all later runs.
 
         If all runs of the reference are equal, a result is also wrong if a single run has it in `gross`.
         """
         # Only a first step is observed. A fault of first steps and a fault of later ones are both errors.
-        judged = self.nearest.values() if what is None else [self.nearest[what]]
-        sporadic = set() if self.is_noisy else self.gross(what)
+        sporadic = set() if self.is_noisy else self.gross()
         return [
             name
             for name in self.reference
-            if name in sporadic or any(self._is_wrong(name, nearest[name]) for nearest in judged)
+            if name in sporadic or any(self._is_wrong(name, nearest[name]) for nearest in self.nearest.values())
         ]
 
-    def gross(self, what: str | None = None) -> set[str]:
+    def gross(self) -> set[str]:
         """Names of results that a run has wrong by more than any rounding, if all that differs does so together."""
-        judged = self.farthest.values() if what is None else [self.farthest[what]]
-        different = _largest(judged)
         # A gradient that cancels, as that of a bias of keys, is nothing but rounding. Its norm is small among others.
-        self._norms |= {name: _norm_of(self.reference[name]) for name in different if name not in self._norms}
-        norms = {name: self._norms[name] for name in different}
-        together = math.hypot(*(distance * norms[name] for name, distance in different.items()))
-        if not together > ROUNDING * math.hypot(*norms.values()):
+        self._norms |= {name: _norm_of(self.reference[name]) for name in self.different if name not in self._norms}
+        together = math.hypot(*(distance * self._norms[name] for name, distance in self.different.items()))
+        if not together > ROUNDING * math.hypot(*self._norms.values()):
             return set()
-        return {name for name, distance in different.items() if distance > ROUNDING}
+        return {name for name, distance in self.different.items() if distance > ROUNDING}
 
     def _is_wrong(self, name: str, distance: float) -> bool:
         allowed = self.factor * max(self.noise[name], self.least[name])
@@ -130,16 +268,6 @@ class Runs:
             dtype = torch.int64 if tensor is None else tensor.dtype
             # The median is 0 if compiling the reference changed nothing. The policy's graph may still round otherwise.
             self.least[name] = max(median, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
-
-
-def _largest(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The largest distance of each result that has one above 0."""
-    largest: dict[str, float] = {}
-    for distances_of_run in found:
-        for name, distance in distances_of_run.items():
-            if distance:
-                largest[name] = max(distance, largest.get(name, 0.0))
-    return largest
 
 
 def _norm_of(tensor: torch.Tensor | None) -> float:
@@ -202,27 +330,3 @@ def deterministic_kernels() -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(mode)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-
-
-def two_runs(step: Callable[[], Tensors]) -> Runs:
-    """Run a reference twice. step: runs it, and returns outputs and gradients."""
-    runs = Runs(step())
-    runs.add_reference(step())
-    return runs
-
-
-def deterministic_runs(step: Callable[[], Tensors]) -> tuple[Runs | None, str]:
-    """Two equal runs of a reference with deterministic kernels; or None, and the error if a step raised.
-
-    The step ran before, so the kernels are the reason: an op has no deterministic kernel, SDPA may use only cuDNN's, or
-    the deterministic kernel needs more memory than there is.
-    """
-    try:
-        with deterministic_kernels():
-            runs = two_runs(step)
-    except FastacError:
-        raise
-    except RuntimeError as error:
-        # The rest of torch's message is about a switch that the user did not set.
-        return None, str(error).partition(", but you set")[0].partition("\n")[0]
-    return (None if runs.is_noisy else runs), ""

@@ -15,9 +15,9 @@ from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
 from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped
+from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.verification.recompute import RecomputeProfile, latest
-from fastac.verification.tables import new_table, render, wrapped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """verify: a step with a policy, compared with a step without checkpointing.
 
-`_Verifier` takes the steps, of the whole model or of each block. `ComparedSteps` (ranks.py) compares them, and takes
-more if results differ. step.py says what a step is, noise.py when a difference is an error.
+`_Verifier` takes the steps, of the whole model or of each block. `ComparedSteps` compares them, and takes
+more if results differ: noise.py says when a difference is an error. step.py says what a step is.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
+from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.verification.ranks import ComparedSteps, RunStep
+from fastac.verification.noise import ComparedSteps, RunStep
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls, report
 from fastac.verification.step import Step, fresh, run_step
-from fastac.verification.tables import new_table, render, wrapped
 
 logger = logging.getLogger("fastac")
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError
-from fastac.cli.measuring import allocated_bytes
 from fastac.engine import fingerprints, recompute, region
 from fastac.engine.fingerprints import fingerprint
+from fastac.verification.measuring import allocated_bytes
 
 
 class Saving(torch.autograd.Function):

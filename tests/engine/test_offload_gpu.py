@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import hidden_seconds
 from fastac import Policy
-from fastac.cli.measuring import allocated_bytes
+from fastac.verification.measuring import allocated_bytes
 from tests import support
 from tests.engine.simulated import Simulated, simulated
 from tests.engine.test_offload import Leading

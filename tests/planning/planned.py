@@ -55,7 +55,7 @@ def exact() -> Iterator[Simulated]:
 
 def row_of(plan: fastac.Plan, policies: str | Policy | Mapping[str, Any]) -> Any:
     """The row of any policies, as those that a plan has by itself."""
-    return plan.forecast.plan(policies)
+    return plan.forecast.figures(policies)
 
 
 def under(model: torch.nn.Module, policy: str | Policy | Mapping[str, Any], **options: Any) -> Any:

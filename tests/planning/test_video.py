@@ -143,7 +143,7 @@ def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatc
     whole = Forecast(fake_model(model, inputs))
     inputs["hidden_states"] = inputs["hidden_states"].chunk(2, dim=3)[0].contiguous()
     found = Forecast(fake_model(model, inputs), split=Split(2, measured["tokens"] // 2))
-    full, saves, repeats = map(found.plan, ("full", "attn_only", Policy(collectives="recompute")))
+    full, saves, repeats = map(found.figures, ("full", "attn_only", Policy(collectives="recompute")))
     assert saves.held_bytes - repeats.held_bytes == held["attn_only"] - held['attn_only, collectives="recompute"']
     assert saves.held_bytes - full.held_bytes == saves.saved_bytes == held["attn_only"] - held["full"]
     assert saves.flops == repeats.flops

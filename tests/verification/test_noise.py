@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError
-from fastac.cli import measuring
-from fastac.verification import noise
+from fastac.verification import noise, ways
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
@@ -353,10 +352,10 @@ def test_bench_has_the_same_rule(refuses: str, share: float, kernel: Any, monkey
         return enable
 
     gains = {"attn_only": 1.0, "wrong": 1.03, "later": 1.0}
-    ways = {"none": measuring.VARIANTS["none"], **{name: enabling(gain) for name, gain in gains.items()}}
+    variants = {"none": ways.VARIANTS["none"], **{name: enabling(gain) for name, gain in gains.items()}}
     kernel(refuses=refuses, share=share)
-    monkeypatch.setattr(measuring, "VARIANTS", ways)
-    measured = measuring.bench(measuring.Workload(noisy(), stack_inputs()), "blocks", rounds=1)
+    monkeypatch.setattr(ways, "VARIANTS", variants)
+    measured = ways.bench(ways.Workload(noisy(), stack_inputs()), "blocks", rounds=1)
     cells = {name: row[-1] for name, row in cells_of(str(measured)).items()}
     equal = r"bitwise|within the noise of \d+ runs" if refuses else "bitwise, deterministic kernels"
     assert all(re.fullmatch(equal, cells[name]) for name in ("none", "attn_only", "later"))

@@ -22,7 +22,7 @@ import fastac
 from fastac import FastacError
 from fastac.engine import torch_private
 from fastac.engine.torch_private import NEEDS_VALUES
-from fastac.planning.cuda import OneKernel
+from fastac.planning.fused_kernels import OneKernel
 from tests.cli.conftest import Command, configuration
 from tests.planning.planned import WAN, tiny
 from tests.support import AttentionBlock, AttentionStack, stack_inputs

@@ -6,8 +6,8 @@ outputs and the saved tensors of CUDA's kernel.
 
 torch decides this in several places: `_fused_rms_norm` has a CUDA kernel and a composite one (native_functions.yaml);
 `dropout`, `softmax` and `scaled_dot_product_attention` ask for the device (aten/src/ATen/native: Dropout.cpp,
-SoftMax.cpp, transformers/attention.cpp). tests/planning/test_cuda.py reads torch's table of ops, and compares what
-autograd records of all of `torch.nn.functional` with a GPU.
+SoftMax.cpp, transformers/attention.cpp). tests/planning/test_fused_kernels.py reads torch's table of ops, and compares
+what autograd records of all of `torch.nn.functional` with a GPU.
 """
 
 from __future__ import annotations
