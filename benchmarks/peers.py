@@ -49,8 +49,8 @@ import host_time
 from common import allocated_bytes, build_model, parser, positive, write_result
 from fastac import registry
 from fastac.cli import version
-from fastac.engine.flops import register_formulas
 from fastac.engine.torch_private import profiled_events
+from fastac.registry.flops import register_formulas
 from fastac.verification.measuring import take_turns
 from fastac.verification.ways import Workload
 from held_bytes import LiveStorages

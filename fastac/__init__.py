@@ -80,7 +80,8 @@ def _load() -> None:
         globals().update({name: vars(module)[name] for name in __all__ if name in vars(module)})
     # Both calls come last: ops get formulas by the rows, and dynamo is told about the modules, that are loaded by now.
     # The copy of sys.modules is for other threads, which may import meanwhile.
-    from fastac.engine import flops, torch_private
+    from fastac.engine import torch_private
+    from fastac.registry import flops
 
     flops.register_formulas()
     torch_private.run_eagerly([module for name, module in sys.modules.copy().items() if name.startswith("fastac.")])

@@ -21,10 +21,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastac import registry
-from fastac.engine import flops, interception, opaque
+from fastac.engine import interception, opaque
 from fastac.engine.beginning import generators_preserved
 from fastac.errors import FastacError
-from fastac.registry import OpaqueFunction, Row
+from fastac.registry import OpaqueFunction, Row, flops
 
 logger = logging.getLogger("fastac")
 

@@ -24,10 +24,10 @@ from fastac.diagnosis.recognition import (
     suggested_row,
     writes_its_buffer,
 )
-from fastac.engine import flops, torch_private
+from fastac.engine import torch_private
 from fastac.engine.process import process
 from fastac.engine.tape import Tape
-from fastac.registry import BoundOp
+from fastac.registry import BoundOp, flops
 from fastac.registry.torch_private import Op, is_from_torch, name_of, qualified_name
 
 

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fastac import registry
 from fastac.engine import interception, torch_private
 from fastac.engine.beginning import tensors_in
-from fastac.engine.flops import add_formula, named_arguments, products
 from fastac.engine.process import process, thread
 from fastac.engine.tape import storage_bytes
 from fastac.errors import FastacError
 from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, may_draw, number_of_keys
+from fastac.registry.flops import add_formula, named_arguments, products
 
 logger = logging.getLogger("fastac")
 

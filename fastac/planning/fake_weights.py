@@ -22,6 +22,7 @@ from fastac.engine.torch_private import tree_leaves, tree_map
 from fastac.errors import class_before
 from fastac.models.blocks import unwrapped
 from fastac.planning.fake_values import KnownValues
+from fastac.registry.torch_private import has_no_data
 
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, copy.Error)
 """Errors of a model that cannot be copied, or does not run on some inputs, or without values."""
@@ -99,7 +100,7 @@ def fake(
 
     device: of the result; "meta" becomes the CPU, which has a kernel for every operation. dtype: by default the same.
     """
-    if _is_of_torch(real) and real.device == device and dtype is None and not torch_private.has_no_data(real):
+    if _is_of_torch(real) and real.device == device and dtype is None and not has_no_data(real):
         result: torch.Tensor = known.mode.from_tensor(real.detach())
     else:
         device = torch.device("cpu") if device.type == "meta" else device

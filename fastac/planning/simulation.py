@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac.engine import flops, linear, torch_private
+from fastac.engine import linear, torch_private
 from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.interception import LINEAR_OPS
@@ -32,7 +32,7 @@ from fastac.planning.fake_model import FakeModel
 from fastac.planning.fused_kernels import OneKernel
 from fastac.planning.repetition import Cut, NotAlikeError, Series, repeated, series_of
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, HeldStorage, Moment, Place, Timeline
-from fastac.registry import classify
+from fastac.registry import classify, flops
 from fastac.registry.torch_private import arguments_of
 
 

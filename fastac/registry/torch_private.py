@@ -12,6 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+# torch has no public pytree module so far.
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 # Neither class has a public name. torch documents OpOverload under this one.
 HigherOrderOperator = torch._ops.HigherOrderOperator
@@ -149,3 +154,8 @@ def redispatch_of(op: Op) -> Callable[..., Any]:
         return op.redispatch  # pytorch#124089
     # A higher-order op is dispatched by key, in Python.
     return lambda keyset, *args, **kwargs: op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no data, as in a trace or on the meta device."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # torch has no public pytree module so far: torch.utils has only this one.
@@ -56,11 +55,6 @@ def efficient_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 def softmax_to_fp32(values: torch.Tensor, dim: int) -> torch.Tensor:
     """The softmax of numbers in fp16, in fp32 without a copy of the numbers, as CUDA has it."""
     return torch.ops.aten._softmax.default(values, dim, True)  # type: ignore[no-any-return]
-
-
-def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no data, as in a trace or on the meta device."""
-    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
 
 
 def is_batched(value: object) -> bool:

@@ -20,9 +20,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from fastac import registry
-from fastac.engine.torch_private import has_no_data, tree_leaves
 from fastac.registry import AttentionOp, BoundOp, OpaqueFunction, number_of_keys
-from fastac.registry.torch_private import Op, arguments_of
+from fastac.registry.torch_private import Op, arguments_of, has_no_data, tree_leaves
 
 
 class Products(NamedTuple):
