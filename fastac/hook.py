@@ -27,8 +27,7 @@ from fastac.engine import kinds, linear
 from fastac.engine.blocks import BlockState, inside, is_compiled, state_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.hosts import ENABLED, ForwardHost, FunctionHost, blocks_given, detach_all, policy_of, refuse_second
-from fastac.models.blocks import check_module, choose_blocks, grouped
-from fastac.models.catalogue import row_of
+from fastac.models.blocks import by_list, check_module, choose_blocks
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.auto import Auto, Choice, Planner, no_memory
 from fastac.policy import (
@@ -204,9 +203,9 @@ class Enabled:
         ran = {block for block in policies if state_of(block).latest}
         # Blocks with a replaced forward are called each by itself. Under a policy that saves nothing they leave no
         # result, so they are not seen to run.
-        for container in grouped(self.blocks) if self.host.forwards and ran else ():
-            if not any(block in ran or policies[block].saves_nothing for block in container.blocks.values()):
-                remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
+        for name, blocks in by_list(self.blocks).items() if self.host.forwards and ran else ():
+            if not any(block in ran or policies[block].saves_nothing for block in blocks.values()):
+                remark = f"{class_name(self.model)}: none of the blocks in {name!r} was called"
                 kinds.warn_once(self.model, remark, remark)
         self.saved = diagnosis.judge_model(self.model, str(self.policy), policies)
 
@@ -251,12 +250,11 @@ def enable(
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
         blocks = list(blocks)  # a generator could not be given to the next `enable`
     by_forward = is_by_forward(model, blocks)
-    containers = choose_blocks(model, blocks, outer)
+    named = choose_blocks(model, blocks, outer)
     before = enabled_on(model)
     policy, planner = _planned(policy)
     if by_forward:
         refuse_second(model, None if before is None else before.host)
-    named = {name: block for container in containers for name, block in container.blocks.items()}
     if isinstance(policy, Mapping) and not by_forward and len(switches_of(model)) > 1:
         # A UNet checkpoints parts of the blocks in its lists, and a plan for it names these parts.
         named |= {name: module for name, module in model.named_modules() if name in policy}
@@ -267,7 +265,7 @@ def enable(
     host_class = ForwardHost if by_forward else FunctionHost
     enabled = Enabled(model, selected, determinism_check, named, host_class, blocks, planner)
     policies = {block: enabled.policy_of(block) for block in named.values()}
-    linear.check_names(model, policies, are_guessed=not by_forward and row_of(model) is None)
+    linear.check_names(model, policies, are_guessed=not by_forward)
     # Everything that can be refused without a change to the model was refused above.
     disable(model)
     try:
@@ -371,8 +369,8 @@ def first_blocks(
     """
     outer, model = model, check_module(model, "first_blocks")
     enabled = enabled_on(model)
-    containers = grouped(enabled.blocks) if enabled and blocks is None else choose_blocks(model, blocks, outer)
-    return of_first([name for container in containers for name in container.blocks], count, policy)
+    chosen = enabled.blocks if enabled and blocks is None else choose_blocks(model, blocks, outer)
+    return of_first([*chosen], count, policy)
 
 
 def disable(model: torch.nn.Module) -> None:

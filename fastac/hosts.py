@@ -23,7 +23,7 @@ from fastac.engine import linear
 from fastac.engine.blocks import block_of, describe, inside, is_inside, state_of
 from fastac.engine.checkpoint_wrappers import call_plainly, check_default, is_wrapper, wrappers_around
 from fastac.errors import FastacError, class_name
-from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwrapped
+from fastac.models.blocks import LISTS, by_list, module_lists, name_blocks, unwrapped
 from fastac.models.switches import Switch, switches_of, transformers_switches
 from fastac.policy import BlockPolicies, Policy
 
@@ -181,7 +181,7 @@ class FunctionHost(Host):
                 switch.restore()
             raise FastacError(
                 f"enable: {class_name(model)} drops the gradient checkpointing function that it is given: its forward "
-                f"checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
+                f"checkpoints by itself. {name_blocks(model, by_list(self.blocks))}"
             )
         super().attach()
 
@@ -191,7 +191,7 @@ class FunctionHost(Host):
             cause = "model.enable_gradient_checkpointing() or a trainer replaced fastac's function since"
             return cause, "Leave that call out, or call fastac.enable again after it."
         cause = "its forward checkpoints by itself, or it calls other modules"
-        return cause, name_blocks(self.model, grouped(self.blocks))
+        return cause, name_blocks(self.model, by_list(self.blocks))
 
     def note(self, function: Any) -> None:
         """Note a called module that is not one of the blocks: a UNet checkpoints the resnets and attentions in them."""

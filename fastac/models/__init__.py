@@ -1,7 +1,7 @@
-"""One file per DiT family: which modules hold its checkpointed blocks, and how to make its inputs for a video."""
+"""Where a model's blocks are, and one file per DiT family that makes its inputs for a video."""
 
-from fastac.models.blocks import BlockContainer, containers, unwrapped
-from fastac.models.catalogue import MODELS, row_of
+from fastac.models.blocks import block_lists, unwrapped
+from fastac.models.catalogue import MODELS
 from fastac.models.row import ModelRow
 
-__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "unwrapped"]
+__all__ = ["MODELS", "ModelRow", "block_lists", "unwrapped"]

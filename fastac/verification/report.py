@@ -15,7 +15,7 @@ from fastac.engine.collectives import Communication
 from fastac.engine.results import Call
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
-from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped
+from fastac.models.blocks import Blocks, block_lists, by_list, check_module
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.tables import new_table, render, wrapped
@@ -208,10 +208,10 @@ def report(model: torch.nn.Module) -> Report:
     model = check_whole(model, "report")
     enabled = enabled_on(model)
     # Rows of an enabled model are the modules that it calls fastac for, which may be parts of the blocks.
-    containers = containers_inside(model) if enabled is None else grouped(enabled.host.blocks_called())
+    lists = block_lists(model) if enabled is None else by_list(enabled.host.blocks_called())
     in_graphs = decided_calls(model)
-    rows = tuple(_container_report(container, enabled, in_graphs) for container in containers)
-    names = [name for container in containers for name in container.blocks]
+    rows = tuple(_container_report(name, blocks, enabled, in_graphs) for name, blocks in lists.items())
+    names = [name for blocks in lists.values() for name in blocks]
     return Report(
         model_class=class_name(model),
         policy="none" if enabled is None else enabled.policy_name,
@@ -239,11 +239,11 @@ def check_whole(model: object, call: str) -> torch.nn.Module:
 
 
 def _container_report(
-    container: BlockContainer, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
+    container: str, blocks: Blocks, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
-    compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
+    compiled = {name: in_graphs[name] for name in blocks if name in in_graphs}
     # A graph runs these blocks now. Their latest region is of an earlier, eager step.
-    states = block_states(block for name, block in container.blocks.items() if name not in compiled)
+    states = block_states(block for name, block in blocks.items() if name not in compiled)
     seen = [state for state in states if state.latest is not None and state.latest.has_graph]
     results: list[Any] = [state.latest for state in seen]
     calls = [call for result in results for call in result.calls]
@@ -254,12 +254,12 @@ def _container_report(
     names = []
     # If all blocks have one policy, the heading of the report says it.
     if enabled is not None and isinstance(enabled.policy, BlockPolicies):
-        blocks = container.blocks.keys() - enabled.host.new_blocks()
-        names = [enabled.policy_of(container.blocks[name]).name for name in blocks]
+        known = blocks.keys() - enabled.host.new_blocks()
+        names = [enabled.policy_of(blocks[name]).name for name in known]
     return ContainerReport(
-        container=container.name,
-        block_class=container.block_class,
-        blocks=len(container.blocks),
+        container=container,
+        block_class="|".join(dict.fromkeys(map(class_name, blocks.values()))),
+        blocks=len(blocks),
         blocks_seen=len(seen) + len(compiled),
         attention_calls=len(calls),
         saved=saved,
@@ -276,7 +276,7 @@ def _container_report(
         writing=sum(result.writing for result in results),
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
-        offloaded=offloaded_by(container.blocks.values()),
+        offloaded=offloaded_by(blocks.values()),
         flops=sum(result.flops for result in results),
         saved_flops=sum(result.saved_flops for result in results),
         unknown=tuple(dict.fromkeys(name for result in results for name in result.unknown)),
