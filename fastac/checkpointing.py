@@ -218,11 +218,11 @@ class _RegionCall:
         is_nested = torch_private.in_backward()
         compares_values = not is_nested and state.begin_region() and not _is_captured()
         tape = observation = stash = None
-        if is_nested and policy.saves_nothing:  # under other policies the tape raises
+        if is_nested and not policy.is_selective:  # under other policies the tape raises
             diagnosis.warn_of_reentrant(function, policy)
         if not is_nested and offload.has_stash(policy):
             stash = offload.Stash(policy, function, state, (*self.args, *self.kwargs.values()))
-        if not policy.saves_nothing:
+        if policy.is_selective:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.is_watched(self.kind)
             # A kind may be seen first in a step that compares nothing, when a block takes a branch for the first time.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastac import diagnosis
-from fastac.backends.availability import check_backends, ignored_backends
+from fastac.backends import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpointing import check_determinism
 from fastac.compiled import graphs
@@ -39,7 +39,6 @@ from fastac.policy import (
     of_first,
     resolve,
     resolve_blocks,
-    saves_nothing,
 )
 
 logger = logging.getLogger("fastac")
@@ -114,7 +113,7 @@ class Enabled:
             self.opened = 0
             if torch.is_grad_enabled() and self.host.forwards and self.host.is_replaced:
                 said = f"{self.policy}: {class_name(model)}: {self.host.why_no_region()[0]}."
-                if not saves_nothing(self.policy):
+                if self.policy.is_selective:
                     raise PolicyNotAppliedError(said)
                 # It is exact.
                 if any(getattr(switch.function, "keywords", {}).get("use_reentrant") for switch in self.host.switches):
@@ -150,7 +149,7 @@ class Enabled:
         for block in self.blocks.values():
             state_of(block).offloading = offloading
             linear.attach(block, self.policy_of(block))
-        self.saved = saves_nothing(self.policy)
+        self.saved = not self.policy.is_selective
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
@@ -162,7 +161,7 @@ class Enabled:
             self.planner.after_forward(outputs)
         replaced = self.host.is_replaced
         # The model's own checkpointing is exact, and does all that a policy does which saves nothing.
-        if not torch.is_grad_enabled() or (saves_nothing(self.policy) if replaced else torch.compiler.is_compiling()):
+        if not torch.is_grad_enabled() or (not self.policy.is_selective if replaced else torch.compiler.is_compiling()):
             return
         new = self.host.new_blocks()
         if self.opened and not new and not replaced:
@@ -188,7 +187,7 @@ class Enabled:
         if self.planner is not None and self.planner.latest is None:
             said = "only its blocks are called, not its forward, and a plan needs the inputs of the forward"
             kinds.warn_once(self.model, "auto", f'policy "auto": {class_name(self.model)}: {said}, so "attn_only"')
-        if all(state_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
+        if all(state_of(block).latest or not self.policy_of(block).is_selective for block in self.blocks.values()):
             self.check_saved()
 
     def check_saved(self) -> None:
@@ -204,7 +203,7 @@ class Enabled:
         # Blocks with a replaced forward are called each by itself. Under a policy that saves nothing they leave no
         # result, so they are not seen to run.
         for name, blocks in by_list(self.blocks).items() if self.host.forwards and ran else ():
-            if not any(block in ran or policies[block].saves_nothing for block in blocks.values()):
+            if not any(block in ran or not policies[block].is_selective for block in blocks.values()):
                 remark = f"{class_name(self.model)}: none of the blocks in {name!r} was called"
                 kinds.warn_once(self.model, remark, remark)
         self.saved = diagnosis.judge_model(self.model, str(self.policy), policies)

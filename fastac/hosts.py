@@ -70,8 +70,7 @@ def policy_of(policy: Policy | BlockPolicies, function: Any) -> Policy:
     """The policy of a block. function: what is called: the block, a bound method of it, or the compiled block."""
     if isinstance(policy, Policy):
         return policy
-    block = inside(getattr(function, "__self__", function))
-    block_policy = policy.get(getattr(block, "_orig_mod", block))
+    block_policy = policy.of(inside(getattr(function, "__self__", function)))
     if block_policy is None:
         raise FastacError(
             f"{describe(function)} is called under policies per block, and fastac.enable did not see it as a block. If "
@@ -380,7 +379,7 @@ def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
         replaced = _forward_of(caller.f_locals.get("self", replaced.block)) or replaced
     # A block that was copied without its model is checkpointed, and nobody counts its calls.
     enabled = None if torch.compiler.is_compiling() else replaced.reference.enabled
-    if enabled is not None and (torch.is_grad_enabled() or replaced.policy.saves_nothing):
+    if enabled is not None and (torch.is_grad_enabled() or not replaced.policy.is_selective):
         enabled.opened += 1  # without gradients: a reentrant checkpoint around it, which is exact
     if not torch.is_grad_enabled():
         return replaced.forward(*args, **kwargs)

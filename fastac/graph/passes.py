@@ -175,7 +175,7 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
     Raises for attention that cannot be saved: see `tag`.
     """
     tracing.refuse_eager_only(policy, where(nodes))
-    if policy.saves_nothing:
+    if not policy.is_selective:
         return set()
     decisions = tracing.Decisions(policy)
     saved: set[object] = set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastac.backends.availability import ignored_backends
+from fastac.backends import ignored_backends
 from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.collectives import Communication
@@ -16,7 +16,7 @@ from fastac.engine.results import Call
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
 from fastac.models.blocks import Blocks, block_lists, by_list, check_module
-from fastac.policy import BlockPolicies, saves_nothing
+from fastac.policy import BlockPolicies
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.tables import new_table, render, wrapped
 
@@ -270,7 +270,7 @@ def _container_report(
         choice_bytes=sum(result.choice_bytes for result in results),
         blocks_full=names.count("full"),
         blocks_none=names.count("none"),
-        is_watched=enabled is None or not saves_nothing(enabled.policy),
+        is_watched=enabled is None or enabled.policy.is_selective,
         blocks_compiled=len(compiled),
         communication=sum(parts, Communication()) if parts else None,
         writing=sum(result.writing for result in results),
@@ -315,7 +315,7 @@ def _problem(model: torch.nn.Module, enabled: Enabled | None, seen: bool) -> str
         return "gradient checkpointing was switched off since fastac.enable" + earlier
     if new := enabled.host.new_blocks():
         return f"not checkpointed, as new since fastac.enable, or with another forward: {', '.join(new)}" + earlier
-    if saves_nothing(enabled.policy):
+    if not enabled.policy.is_selective:
         return "this policy saves nothing, and attention calls are not watched under it"
     if not seen and enabled.host.called:
         others = ", ".join(dict.fromkeys(map(class_name, enabled.host.called.values())))
