@@ -60,8 +60,9 @@ class Policy:
             object.__setattr__(self, "min_kv", self.min_kv or LONG_MIN_KV)
         if self.name not in ("none", "full", "attn_only", "linear_only"):
             raise FastacError(
-                f"Policy({self.name!r}): unknown policy.{did_you_mean(str(self.name), NAMED)} There are "
-                f'{_quoted(NAMED)} and Policy("attn_only", min_kv=..., linear=(...)).'
+                f"policy={self.name!r}: unknown policy.{did_you_mean(str(self.name), NAMED)} There are "
+                f'{_quoted(NAMED)}, Policy("attn_only", min_kv=..., linear=(...)), a mapping of block names to these, '
+                f'and "auto" for a whole model.'
             )
         # isinstance would accept True, which is an int in Python.
         if type(self.min_kv) is not int or self.min_kv < 0:
@@ -182,12 +183,7 @@ def resolve(policy: str | Policy) -> Policy:
     if policy == "auto" or type(policy).__name__ == "Auto":
         raise FastacError('policy "auto" plans a whole model: fastac.enable(model, policy="auto")')
     if isinstance(policy, str):
-        if policy not in NAMED:
-            raise FastacError(
-                f"policy={policy!r}: unknown policy.{did_you_mean(policy, NAMED)} There are {_quoted(NAMED)}, "
-                f'Policy("attn_only", min_kv=...), a mapping of block names to these, and "auto" for a whole model.'
-            )
-        policy = NAMED[policy]
+        policy = NAMED[policy] if policy in NAMED else Policy(policy)  # an unknown name raises
     elif not isinstance(policy, Policy):
         raise FastacError(
             # A model that was passed by mistake would fill the screen: only its class is named.

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fastac.errors import FastacError
-from fastac.models import MODELS, ModelRow, block_lists
+from fastac.models import MODELS, block_lists
+from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, patch_of
 from tests.models.tiny import TINY
 
