@@ -164,13 +164,13 @@ def backends() -> str:
 
 
 def models() -> str:
-    """The models with a catalogue row as Markdown."""
+    """The video models of diffusers as Markdown."""
     return _document(
         "# Models",
-        f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. The models "
-        "below have a row in the catalogue. Every other diffusers model with gradient checkpointing trains without "
-        "one: in policies by block name and in reports, its blocks are then the outermost lists of modules that hold "
-        "attention.",
+        f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. Every "
+        "diffusers model with gradient checkpointing trains; those below are its video models. In policies by block "
+        "name and in reports, blocks are the outermost lists of modules that hold attention; of these only the ones "
+        "that diffusers names in `_repeated_blocks`, if it does. For four classes fastac names the lists itself.",
         "`tests/models/test_parity.py` measures the table on a CPU in fp32, with `attn_only` and a tiny model with "
         "random weights. It counts the attention kernels of one step, the bytes that the blocks held for them, and the "
         "outputs and gradients that were compared with training without checkpointing: all are equal, bit for bit.",

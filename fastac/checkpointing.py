@@ -218,7 +218,7 @@ class _RegionCall:
         tape = observation = stash = None
         if not is_nested:
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))
-        if not policy.saves_nothing:
+        if policy.is_selective:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.watched.get(self.kind, False)
             # A kind may be seen first in a step that compares nothing, when a block takes a branch for the first time.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastac.backends.availability import check_backends, ignored_backends
+from fastac.backends import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpointing import check_determinism
 from fastac.compiled import graphs
@@ -23,11 +23,10 @@ from fastac.compiled.blocks import Compilation, compile_blocks
 from fastac.diagnosis import every_step, out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear
-from fastac.engine.blocks import BlockState, inside, is_compiled, state_of
+from fastac.engine.blocks import BlockState, describe, inside, is_compiled, state_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
-from fastac.hosts import ENABLED, ForwardHost, FunctionHost, blocks_given, detach_all, policy_of, refuse_second
-from fastac.models.blocks import check_module, choose_blocks, grouped
-from fastac.models.catalogue import row_of
+from fastac.hosts import ENABLED, ForwardHost, FunctionHost, blocks_given, detach_all, refuse_second
+from fastac.models.blocks import by_list, check_module, choose_blocks
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.auto import Auto, Choice, Planner, no_memory
 from fastac.policy import (
@@ -39,7 +38,6 @@ from fastac.policy import (
     of_first,
     resolve,
     resolve_blocks,
-    saves_nothing,
 )
 
 logger = logging.getLogger("fastac")
@@ -58,7 +56,6 @@ class Enabled:
     determinism_check: str
     blocks: dict[str, torch.nn.Module]
     """The blocks inside their wrappers, by qualified name."""
-    host_class: dataclasses.InitVar[type[FunctionHost] | type[ForwardHost]]
     given: Any = None
     """The argument `blocks` of `enable`."""
     planner: Planner | None = None
@@ -68,13 +65,23 @@ class Enabled:
     saved: bool = False
     """Whether some region saved something, or the policy saves nothing."""
 
-    def __post_init__(self, host_class: type[FunctionHost] | type[ForwardHost]) -> None:
+    def __post_init__(self) -> None:
         self.options = {"preserve_rng_state": True, "determinism_check": self.determinism_check, "early_stop": True}
-        self.host = host_class(self)
+        host_class: Any = ForwardHost if is_by_forward(self.model, self.given) else FunctionHost
+        self.host: FunctionHost | ForwardHost = host_class(self)
 
     def policy_of(self, function: Any) -> Policy:
-        """The policy of a block: the module, a bound method of it, or the compiled block."""
-        return policy_of(self.policy, function)
+        """The policy of a block. function: what is called: the block, a bound method of it, or the compiled block."""
+        if isinstance(self.policy, Policy):
+            return self.policy
+        policy = self.policy.of(inside(getattr(function, "__self__", function)))
+        if policy is None:
+            raise FastacError(
+                f"{describe(function)} is called under policies per block, and fastac.enable did not see it as a "
+                f"block. If it was replaced since, call fastac.enable again; else name the blocks: enable(model, "
+                f"blocks=...)."
+            )
+        return policy
 
     @property
     def policy_name(self) -> str:
@@ -110,19 +117,23 @@ class Enabled:
 
     def before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """The model's forward begins: count its regions, and plan. Raises PolicyNotAppliedError as `after_forward`."""
-        if not torch.compiler.is_compiling():
-            self.opened = 0
-            if torch.is_grad_enabled() and self.host.forwards and self.host.is_replaced:
-                said = f"{self.policy}: {class_name(model)}: {self.host.why_no_region()[0]}."
-                if not saves_nothing(self.policy):
-                    raise PolicyNotAppliedError(said)
-                # It is exact.
-                if any(getattr(switch.function, "keywords", {}).get("use_reentrant") for switch in self.host.switches):
-                    kinds.warn_once(model, "reentrant", f"{said} It is reentrant: their forward runs three times.")
-            if torch.is_grad_enabled() and self.planner is not None and self.host.is_on and not self.host.is_replaced:
+        if torch.compiler.is_compiling():
+            return
+        self.opened = 0
+        if not torch.is_grad_enabled():
+            return
+        if not self.host.is_replaced:
+            if self.planner is not None and self.host.is_on:
                 choice = self.planner.before_forward(self.model, self.blocks.values(), args, kwargs, self.saves_linear)
                 if choice is not None:
                     self.take(choice)
+        elif self.host.forwards:
+            said = f"{self.policy}: {class_name(model)}: {self.host.why_no_region()[0]}."
+            if self.policy.is_selective:
+                raise PolicyNotAppliedError(said)
+            # It is exact.
+            if any(getattr(switch.function, "keywords", {}).get("use_reentrant") for switch in self.host.switches):
+                kinds.warn_once(model, "reentrant", f"{said} It is reentrant: their forward runs three times.")
 
     def saves_linear(self) -> bool:
         """Whether the blocks can save outputs of Linear modules: compiled ones cannot."""
@@ -150,19 +161,21 @@ class Enabled:
         for block in self.blocks.values():
             state_of(block).offloading = offloading
             linear.attach(block, self.policy_of(block))
-        self.saved = saves_nothing(self.policy)
+        self.saved = not self.policy.is_selective
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
         # torch calls this hook (always_call) after an error as well, without outputs.
-        if outputs is None and not torch.compiler.is_compiling() and (error := sys.exc_info()[1]) is not None:
+        compiling, replaced = torch.compiler.is_compiling(), self.host.is_replaced
+        if outputs is None and not compiling and (error := sys.exc_info()[1]) is not None:
             out_of_memory.explain(error)
             return
-        if self.planner is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return
+        if self.planner is not None and not compiling:
             self.planner.after_forward(outputs)
-        replaced = self.host.is_replaced
         # The model's own checkpointing is exact, and does all that a policy does which saves nothing.
-        if not torch.is_grad_enabled() or (saves_nothing(self.policy) if replaced else torch.compiler.is_compiling()):
+        if (compiling and not replaced) or (replaced and not self.policy.is_selective):
             return
         new = self.host.new_blocks()
         if self.opened and not new and not replaced:
@@ -188,7 +201,7 @@ class Enabled:
         if self.planner is not None and self.planner.latest is None:
             said = "only its blocks are called, not its forward, and a plan needs the inputs of the forward"
             kinds.warn_once(self.model, "auto", f'policy "auto": {class_name(self.model)}: {said}, so "attn_only"')
-        if all(state_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
+        if all(state_of(block).latest or not self.policy_of(block).is_selective for block in self.blocks.values()):
             self.check_saved()
 
     def check_saved(self) -> None:
@@ -203,9 +216,9 @@ class Enabled:
         ran = {block for block in policies if state_of(block).latest}
         # Blocks with a replaced forward are called each by itself. Under a policy that saves nothing they leave no
         # result, so they are not seen to run.
-        for container in grouped(self.blocks) if self.host.forwards and ran else ():
-            if not any(block in ran or policies[block].saves_nothing for block in container.blocks.values()):
-                remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
+        for name, blocks in by_list(self.blocks).items() if self.host.forwards and ran else ():
+            if not any(block in ran or not policies[block].is_selective for block in blocks.values()):
+                remark = f"{class_name(self.model)}: none of the blocks in {name!r} was called"
                 kinds.warn_once(self.model, remark, remark)
         self.saved = every_step.judge_model(self.model, str(self.policy), policies)
 
@@ -250,12 +263,11 @@ def enable(
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
         blocks = list(blocks)  # a generator could not be given to the next `enable`
     by_forward = is_by_forward(model, blocks)
-    containers = choose_blocks(model, blocks, outer)
+    named = choose_blocks(model, blocks, outer)
     before = enabled_on(model)
     policy, planner = _planned(policy)
     if by_forward:
         refuse_second(model, None if before is None else before.host)
-    named = {name: block for container in containers for name, block in container.blocks.items()}
     if isinstance(policy, Mapping) and not by_forward and len(switches_of(model)) > 1:
         # A UNet checkpoints parts of the blocks in its lists, and a plan for it names these parts.
         named |= {name: module for name, module in model.named_modules() if name in policy}
@@ -263,10 +275,9 @@ def enable(
     # The check below asks which ops this process has.
     prepare()
     check_backends(model, named, selected)
-    host_class = ForwardHost if by_forward else FunctionHost
-    enabled = Enabled(model, selected, determinism_check, named, host_class, blocks, planner)
+    enabled = Enabled(model, selected, determinism_check, named, blocks, planner)
     policies = {block: enabled.policy_of(block) for block in named.values()}
-    linear.check_names(model, policies, are_guessed=not by_forward and row_of(model) is None)
+    linear.check_names(model, policies, are_guessed=not by_forward)
     # Everything that can be refused without a change to the model was refused above.
     disable(model)
     try:
@@ -370,8 +381,8 @@ def first_blocks(
     """
     outer, model = model, check_module(model, "first_blocks")
     enabled = enabled_on(model)
-    containers = grouped(enabled.blocks) if enabled and blocks is None else choose_blocks(model, blocks, outer)
-    return of_first([name for container in containers for name in container.blocks], count, policy)
+    chosen = enabled.blocks if enabled and blocks is None else choose_blocks(model, blocks, outer)
+    return of_first([*chosen], count, policy)
 
 
 def disable(model: torch.nn.Module) -> None:

@@ -23,9 +23,9 @@ from fastac.engine import linear
 from fastac.engine.blocks import block_of, describe, inside, is_inside, state_of
 from fastac.engine.checkpoint_wrappers import call_plainly, check_default, is_wrapper, wrappers_around
 from fastac.errors import FastacError, class_name
-from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwrapped
+from fastac.models.blocks import LISTS, by_list, module_lists, name_blocks, unwrapped
 from fastac.models.switches import Switch, switches_of, transformers_switches
-from fastac.policy import BlockPolicies, Policy
+from fastac.policy import Policy
 
 ENABLED = "_fastac"
 """The attribute of a model that holds its `Enabled`."""
@@ -64,20 +64,6 @@ def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
     """The argument `blocks` of a call; by default that of the previous `enable`."""
     enabled = vars(model).get(ENABLED)
     return enabled.given if blocks is None and enabled is not None else blocks
-
-
-def policy_of(policy: Policy | BlockPolicies, function: Any) -> Policy:
-    """The policy of a block. function: what is called: the block, a bound method of it, or the compiled block."""
-    if isinstance(policy, Policy):
-        return policy
-    block = inside(getattr(function, "__self__", function))
-    block_policy = policy.get(getattr(block, "_orig_mod", block))
-    if block_policy is None:
-        raise FastacError(
-            f"{describe(function)} is called under policies per block, and fastac.enable did not see it as a block. If "
-            f"it was replaced since, call fastac.enable again; else name the blocks: enable(model, blocks=...)."
-        )
-    return block_policy
 
 
 class Host:
@@ -181,7 +167,7 @@ class FunctionHost(Host):
                 switch.restore()
             raise FastacError(
                 f"enable: {class_name(model)} drops the gradient checkpointing function that it is given: its forward "
-                f"checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
+                f"checkpoints by itself. {name_blocks(model, by_list(self.blocks))}"
             )
         super().attach()
 
@@ -191,7 +177,7 @@ class FunctionHost(Host):
             cause = "model.enable_gradient_checkpointing() or a trainer replaced fastac's function since"
             return cause, "Leave that call out, or call fastac.enable again after it."
         cause = "its forward checkpoints by itself, or it calls other modules"
-        return cause, name_blocks(self.model, grouped(self.blocks))
+        return cause, name_blocks(self.model, by_list(self.blocks))
 
     def note(self, function: Any) -> None:
         """Note a called module that is not one of the blocks: a UNet checkpoints the resnets and attentions in them."""
@@ -224,7 +210,7 @@ def _run_function(reference: EnabledReference, function: Any, /, *args: Any, **k
     if around:
         # The wrapper calls this function again, for the block inside it. A region here would checkpoint it twice.
         return function(*args, **kwargs)
-    return run(function, args, kwargs, policy_of(enabled.policy, function), enabled.options)
+    return run(function, args, kwargs, enabled.policy_of(function), enabled.options)
 
 
 class Forward:
@@ -232,7 +218,7 @@ class Forward:
 
     def __init__(self, enabled: Any, block: torch.nn.Module) -> None:
         self.reference, self.options, self.block = enabled.host.reference, enabled.options, block
-        self.policy = policy_of(enabled.policy, block)
+        self.policy: Policy = enabled.policy_of(block)
         self.before: Callable[..., Any] | None = vars(block).get("forward")
         """The block's own attribute `forward` before `enable`; None if only its class has one."""
 
@@ -301,8 +287,6 @@ class ForwardHost(Host):
         super().__init__(enabled)
         self.others = {inside(module) for module in self._listed().values()} - set(self.blocks.values())
         """Other modules in the lists that hold the blocks: `blocks` may name some members of a list."""
-        self.input_grads = False
-        """Whether `attach` made outputs of embeddings require grad."""
 
     def attach(self) -> None:
         """Replace the forward of each block, and tell transformers and peft that blocks are checkpointed."""
@@ -313,15 +297,6 @@ class ForwardHost(Host):
         self.switches = transformers_switches(self.model, set(self.blocks.values()))
         for switch in self.switches:
             switch.set(True, self.function)
-        variants = [
-            variant for module in self.model.modules() for variant in getattr(module, "lora_variant", {}).values()
-        ]
-        if self.switches and any("ALora" in class_name(variant) for variant in variants):
-            # peft removes the hooks of activated LoRA in the backward of a layer (huggingface/peft#2860). Without input
-            # gradients that comes before recompute, which would run without the adapter.
-            self.input_grads = not getattr(self.model, "_require_grads_hooks", ())
-            if self.input_grads:
-                self.model.enable_input_require_grads()
         super().attach()
 
     def detach(self) -> None:
@@ -333,8 +308,6 @@ class ForwardHost(Host):
                 raise FastacError(f"disable: the forward of {where} was wrapped since enable. Remove that hook first.")
         for replaced in self.forwards.values():
             replaced.detach()
-        if self.input_grads:
-            self.model.disable_input_require_grads()
         super().detach()
 
     def why_no_region(self) -> tuple[str, str]:
@@ -357,9 +330,8 @@ class ForwardHost(Host):
         for name in self.forwards.keys() - listed.keys():
             with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
                 listed[name] = self.model.get_submodule(name)
-        new = {name: block for name, block in listed.items() if inside(block) not in known}
         # torch.compile puts an OptimizedModule around a block, so look inside it as well.
-        return {name: block for name, block in new.items() if unwrapped(inside(block)) not in known}
+        return {name: at for name, at in listed.items() if known.isdisjoint((inside(at), unwrapped(inside(at))))}
 
     def _listed(self) -> dict[str, torch.nn.Module]:
         """The modules that are now in the lists of the blocks, by name."""
@@ -380,7 +352,7 @@ def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
         replaced = _forward_of(caller.f_locals.get("self", replaced.block)) or replaced
     # A block that was copied without its model is checkpointed, and nobody counts its calls.
     enabled = None if torch.compiler.is_compiling() else replaced.reference.enabled
-    if enabled is not None and (torch.is_grad_enabled() or replaced.policy.saves_nothing):
+    if enabled is not None and (torch.is_grad_enabled() or not replaced.policy.is_selective):
         enabled.opened += 1  # without gradients: a reentrant checkpoint around it, which is exact
     if not torch.is_grad_enabled():
         return replaced.forward(*args, **kwargs)

@@ -60,8 +60,9 @@ class Policy:
             object.__setattr__(self, "min_kv", self.min_kv or LONG_MIN_KV)
         if self.name not in ("none", "full", "attn_only", "linear_only"):
             raise FastacError(
-                f"Policy({self.name!r}): unknown policy.{did_you_mean(str(self.name), NAMED)} There are "
-                f'{_quoted(NAMED)} and Policy("attn_only", min_kv=..., linear=(...)).'
+                f"policy={self.name!r}: unknown policy.{did_you_mean(str(self.name), NAMED)} There are "
+                f'{_quoted(NAMED)}, Policy("attn_only", min_kv=..., linear=(...)), a mapping of block names to these, '
+                f'and "auto" for a whole model.'
             )
         # isinstance would accept True, which is an int in Python.
         if type(self.min_kv) is not int or self.min_kv < 0:
@@ -70,21 +71,21 @@ class Policy:
             raise FastacError(f'Policy(collectives={self.collectives!r}): there are "save" and "recompute"')
         if not isinstance(self.linear, tuple) or not all(isinstance(name, str) and name for name in self.linear):
             raise FastacError(f'Policy(linear={self.linear!r}): expected a tuple of names, as ("ffn.net.2",)')
-        if self.saves_nothing and (self.min_kv or self.collectives != "save" or self.linear):
+        if not self.is_selective and (self.min_kv or self.collectives != "save" or self.linear):
             raise FastacError(f'Policy("{self.name}", ...): it saves nothing, so other options have no effect')
         if self.offload not in (False, True, "attention", "inputs"):
             raise FastacError(f'Policy(offload={self.offload!r}): there are True, "attention" and "inputs"')
         if type(self.keep) is not int or self.keep < 1:
             raise FastacError(f"Policy(keep={self.keep!r}): expected a number of blocks, 1 or more")
-        if self.offload and (self.name == "none" or (self.saves_nothing and self.offload == "attention")):
+        if self.offload and (self.name == "none" or (not self.is_selective and self.offload == "attention")):
             raise FastacError(f'Policy("{self.name}", offload={self.offload!r}): it has nothing of that to offload')
         if self.name == "linear_only" and (self.min_kv or not self.linear):
             raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no effect')
 
     @property
-    def saves_nothing(self) -> bool:
-        """Whether it is "full" or "none"."""
-        return self.name in ("full", "none")
+    def is_selective(self) -> bool:
+        """Whether some outputs are saved: "full" recomputes all of them, and under "none" autograd keeps all."""
+        return self.name in ("attn_only", "linear_only")
 
     @property
     def checkpoints(self) -> bool:
@@ -94,7 +95,7 @@ class Policy:
     @property
     def saves_collectives(self) -> bool:
         """Whether the outputs of functional collectives are saved, except for gathers."""
-        return not self.saves_nothing and self.collectives == "save"
+        return self.is_selective and self.collectives == "save"
 
     @property
     def offloads_inputs(self) -> bool:
@@ -104,7 +105,7 @@ class Policy:
     @property
     def offloads_outputs(self) -> bool:
         """Whether the saved outputs wait in host memory."""
-        return not self.saves_nothing and self.offload in (True, "attention")
+        return self.is_selective and self.offload in (True, "attention")
 
     def saves(self, keys: int) -> bool:
         """Whether an attention call over this number of keys is saved."""
@@ -142,17 +143,23 @@ AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
 
 class BlockPolicies(dict[Any, Policy]):
-    """Block -> policy, for a model that mixes them. Copied and pickled together with the blocks."""
+    """Block -> policy, for a model that mixes them. Copied and pickled together with the blocks.
+
+    The keys are the blocks inside torch.compile's OptimizedModule, which may be put around them at any time.
+    """
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether the policy of some block is."""
+        return any(policy.is_selective for policy in self.values())
+
+    def of(self, block: Any) -> Policy | None:
+        """The policy of a block, which may be inside torch.compile's OptimizedModule by now."""
+        return self.get(getattr(block, "_orig_mod", block))
 
     def __str__(self) -> str:
         names = sorted({str(policy) for policy in self.values()})
         return names[0] if len(names) == 1 else f"mixed ({', '.join(names)})"
-
-
-def saves_nothing(policy: Policy | BlockPolicies) -> bool:
-    """Whether a policy is "full" or "none", for every block."""
-    policies = policy.values() if isinstance(policy, BlockPolicies) else [policy]
-    return all(block_policy.saves_nothing for block_policy in policies)
 
 
 NAMED = {
@@ -176,12 +183,7 @@ def resolve(policy: str | Policy) -> Policy:
     if policy == "auto" or type(policy).__name__ == "Auto":
         raise FastacError('policy "auto" plans a whole model: fastac.enable(model, policy="auto")')
     if isinstance(policy, str):
-        if policy not in NAMED:
-            raise FastacError(
-                f"policy={policy!r}: unknown policy.{did_you_mean(policy, NAMED)} There are {_quoted(NAMED)}, "
-                f'Policy("attn_only", min_kv=...), a mapping of block names to these, and "auto" for a whole model.'
-            )
-        policy = NAMED[policy]
+        policy = NAMED[policy] if policy in NAMED else Policy(policy)  # an unknown name raises
     elif not isinstance(policy, Policy):
         raise FastacError(
             # A model that was passed by mistake would fill the screen: only its class is named.

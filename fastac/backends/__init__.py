@@ -1,4 +1,7 @@
-"""One file per attention library: rows, and at most one small adapter. Importing this package registers them."""
+"""One file per attention library: rows, and at most one small adapter. Importing this package registers them.
+
+It gives what is asked about the backends that modules of a model use.
+"""
 
 from fastac import registry
 from fastac.backends import (
@@ -11,10 +14,12 @@ from fastac.backends import (
     flex,
     sage,
     sdpa,
-    selection,
     varlen,
     xformers,
 )
+from fastac.backends.diffusers import backend_uses as backend_uses
+from fastac.backends.diffusers import check_backends as check_backends
+from fastac.backends.diffusers import ignored_backends as ignored_backends
 from fastac.engine import opaque
 from fastac.engine.process import process
 
@@ -33,7 +38,7 @@ LIBRARIES = (
 
 # flash_attn_4 is not among them: its kernels are no ops, so it has Functions and no rows.
 _attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
-ROWS = tuple(row for file in (*_attention, selection, collectives) for row in file.ROWS)
+ROWS = tuple(row for file in (*_attention, collectives) for row in file.ROWS)
 registry.register(*ROWS)
 # This imports no library: a Function becomes visible once its module is loaded.
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)

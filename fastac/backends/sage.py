@@ -7,12 +7,14 @@ FLOPs are counted for (batch, heads, sequence, dim). The other layout, chosen by
 from fastac.backends.verdicts import Library, Verdict
 from fastac.registry import AttentionOp
 
+_NO_BACKWARD = "quantized kernels without a backward: gradients before the attention would silently be None"
+
 LIBRARY = Library(
     backend="sage",
     name="SageAttention, sage_attn3",
     distribution="sageattention",
     verdict=Verdict.NOT_TRAINABLE,
-    how="no backward: gradients before the attention would silently be None",
+    how=_NO_BACKWARD,
     advice="train with another backend",
 )
 
@@ -38,7 +40,7 @@ ROWS = tuple(
         dropout=None,
         # With these kernels 40 of the 69 parameters of a Wan model got no gradient, and torch raised no error.
         trains=False,
-        note="quantized kernels without a backward",
+        note=_NO_BACKWARD,
     )
     for name in _OPS
 )

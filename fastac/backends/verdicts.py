@@ -1,4 +1,4 @@
-"""Verdicts on attention libraries, and on the backends that a model's modules use."""
+"""What fastac can do for an attention library, and what a user must know about it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,3 @@ class Library:
     """Its name on the package index; "" for a part of torch."""
     advice: str = ""
     """What the user should do; "" for nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BackendUse:
-    """The backend that one attention module uses, and the verdict on it."""
-
-    module: str
-    backend: str
-    verdict: Verdict
-    reason: str = ""
-    family: str = ""
-    """The `backend` of the rows that serve it, if it is savable."""
-    op: str = ""
-    """The single op of these rows that it ends in."""
-    processor: str = ""
-    """The class that runs it."""
-    ignores: str = ""
-    """The backend that is set and has no effect on it."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastac import registry
-from fastac.backends import LIBRARIES, availability, plugins
-from fastac.backends.diffusers import BACKENDS, DiffusersBackend
+from fastac.backends import LIBRARIES, plugins
+from fastac.backends.diffusers import BACKENDS, DiffusersBackend, unavailable
 from fastac.backends.verdicts import Verdict
 from fastac.cli import version
 from fastac.engine import interception
@@ -125,9 +125,7 @@ def _content() -> dict[str, Any]:
                 "name": name,
                 "verdict": backend.verdict.value,
                 "what": backend.reason,
-                "missing": (
-                    missing := availability.unavailable(backend.family, backend.op) if backend.family else None
-                ),
+                "missing": (missing := unavailable(backend) if backend.family else None),
                 "can_be_saved": bool(backend.family) and missing is None,
             }
             for name, backend in _backends_of_diffusers().items()

@@ -16,7 +16,7 @@ from fastac.cli.machine import machine
 from fastac.cli.plan import add_video, telling, video_of
 from fastac.engine import host_memory
 from fastac.errors import FastacError, readable_bytes
-from fastac.models import containers, row_of
+from fastac.models import block_lists
 from fastac.models import published as configurations
 from fastac.models.published import BLOCK_COUNTS, Configuration, with_layers
 from fastac.models.videos import Video
@@ -168,7 +168,6 @@ def workload_of(configuration: Configuration, video: Video, options: argparse.Na
             model.set_attention_backend(options.backend)
         except (ValueError, RuntimeError, ImportError) as error:
             raise FastacError(f"bench --backend {options.backend}: diffusers cannot use it here: {error}") from error
-    lists = {container.name: len(container.blocks) for container in containers(model, row_of(model))}
-    blocks = ", ".join(f"{name} x {count}" for name, count in lists.items())
+    blocks = ", ".join(f"{name} x {len(members)}" for name, members in block_lists(model).items())
     described = f"{configuration.name}: {video}, {blocks}, {options.dtype} on {options.device}"
     return described, Workload(model, inputs, options.device)

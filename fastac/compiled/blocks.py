@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fastac.backends import availability
+from fastac.backends import backend_uses
 from fastac.backends.verdicts import Verdict
 from fastac.compiled.flex import INDUCTOR, set_apart
 from fastac.compiled.torch_private import InductorWith
@@ -73,7 +73,7 @@ def compile_blocks(
     for name, block in blocks.items():
         # `Module.compile` leaves the compiled call in this attribute, and torch has no public way to ask for it.
         call, replaced = block._compiled_call_impl, forwards.get(name)
-        if any(use.verdict is Verdict.OPAQUE for use in availability.backend_uses(block)):
+        if any(use.found.verdict is Verdict.OPAQUE for use in backend_uses(block)):
             eager.append(name)
         elif hasattr(block, "_orig_mod") or (call is not None and _options_of(call) is None):
             earlier.append(name)

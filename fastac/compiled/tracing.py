@@ -78,7 +78,7 @@ class Decisions:
             self._small += bool(self.policy.saves(bound.keys(args, kwargs)))
             return None
         if bound.kind == "choice":
-            return is_choice(args) and not self.policy.saves_nothing
+            return is_choice(args) and self.policy.is_selective
         return self._of_collective(bound.kind, args, outputs)
 
     def _of_collective(self, kind: str, args: Sequence[Any], outputs: Any) -> bool | None:
@@ -91,7 +91,7 @@ class Decisions:
         return True if kind == "wait" and any(args[0] is output for output in self._exchanged) else None
 
     def _look_for_attention(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
-        if self.policy.saves_nothing or not isinstance(op, Op):
+        if not self.policy.is_selective or not isinstance(op, Op):
             return
         self._has_nested |= op is NESTED_REGION
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
@@ -216,7 +216,7 @@ def run_under_torch(
     if torch.compiler.is_dynamo_compiling():
         _prepare_trace()
     # Without context_fn dynamo takes the region for plain checkpointing, which is what "full" asks for.
-    if not policy.saves_nothing or policy.offload:
+    if policy.is_selective or policy.offload:
         options = {**options, "context_fn": _context_fn(policy)}
     return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 

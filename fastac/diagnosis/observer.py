@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import registry
-from fastac.backends import availability
+from fastac.backends import backend_uses
 from fastac.diagnosis.autograd_graph import GENERATED, leads_to, tensors_of
 from fastac.diagnosis.every_step import small_ops
 from fastac.diagnosis.recognition import (
@@ -128,7 +128,7 @@ class Observer(PassThrough):
 
     def _follow_modules(self, module: torch.nn.Module) -> None:
         """Note which module runs, and attention modules in which no attention is seen."""
-        attention = {use.module for use in availability.backend_uses(module)}
+        attention = {use.module for use in backend_uses(module)}
         for name, inner in module.named_modules():
             if inner is not module:
                 enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name in attention)

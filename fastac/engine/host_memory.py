@@ -72,7 +72,7 @@ def exhausted(size: int, where: str, policy: Policy, error: BaseException) -> Fa
 
 
 def _way_out(policy: Policy) -> str:
-    less = 'only offload="attention" or "inputs", ' if policy.offload is True and not policy.saves_nothing else ""
+    less = 'only offload="attention" or "inputs", ' if policy.offload is True and policy.is_selective else ""
     return (
         f"Offload less: {less}a larger keep= (now {policy.keep}), offload for fewer blocks (a mapping of block names), "
         f"or none; or run fewer ranks on a host."

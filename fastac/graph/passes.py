@@ -174,7 +174,7 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
     Raises for attention that cannot be saved: see `tag`.
     """
     tracing.refuse_eager_only(policy, where(nodes))
-    if policy.saves_nothing:
+    if not policy.is_selective:
         return set()
     saved: set[object] = set()
     for node, is_saved in decisions_about(graph_module, nodes, policy, where(nodes)).items():

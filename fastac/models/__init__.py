@@ -1,7 +1,24 @@
-"""One file per DiT family: which modules hold its checkpointed blocks, and how to make its inputs for a video."""
+"""Where a model's blocks are, and one file per DiT family, whose rows make its inputs for a video."""
 
-from fastac.models.blocks import BlockContainer, containers, unwrapped
-from fastac.models.catalogue import MODELS, row_of
+from fastac.models import (
+    allegro,
+    cogvideox,
+    cosmos,
+    easyanimate,
+    hunyuan_video,
+    kandinsky,
+    latte,
+    ltx,
+    mochi,
+    sana_video,
+    wan,
+)
+from fastac.models.blocks import block_lists as block_lists
+from fastac.models.blocks import unwrapped as unwrapped
 from fastac.models.row import ModelRow
 
-__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "unwrapped"]
+# Messages list the classes in this order.
+_FAMILIES = (wan, ltx, hunyuan_video, cogvideox, mochi, allegro, latte, easyanimate, cosmos, sana_video, kandinsky)
+
+MODELS: dict[str, ModelRow] = {row.class_name: row for family in _FAMILIES for row in family.ROWS}
+"""Class name -> row. Names are exact: WanVACETransformer3DModel has a row of its own."""

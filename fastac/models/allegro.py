@@ -36,7 +36,6 @@ def _default_video(config: Mapping[str, Any]) -> Video:
 ROWS = (
     ModelRow(
         "AllegroTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),

@@ -1,4 +1,4 @@
-"""CogVideoX, 1.5 and ConsisID: joint attention over video and text. Their processors ignore the backend."""
+"""CogVideoX and 1.5: joint attention over video and text. Their processors ignore the backend."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,9 +49,7 @@ def _default_video(config: Mapping[str, Any]) -> Video:
 ROWS = (
     ModelRow(
         "CogVideoXTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),
-    ModelRow("ConsisIDTransformer3DModel", ("transformer_blocks",)),
 )

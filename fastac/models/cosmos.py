@@ -1,4 +1,4 @@
-"""Cosmos 1 to 2.5, and Cosmos 3, which checkpoints the bound `__call__` of its layers."""
+"""Cosmos 1; Cosmos 2 and 2.5 are of the same class."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,9 +26,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 ROWS = (
     ModelRow(
         "CosmosTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=121, height=704, width=1280, text_tokens=512, compression=Compression(8, 8, 8)),
     ),
-    ModelRow("Cosmos3OmniTransformer", ("layers",)),
 )

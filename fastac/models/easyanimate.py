@@ -14,7 +14,6 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 ROWS = (
     ModelRow(
         "EasyAnimateTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=49, height=512, width=512, text_tokens=256, compression=Compression(4, 8, 8)),
     ),

@@ -1,4 +1,4 @@
-"""HunyuanVideo, 1.5 and Framepack: joint attention over video and text; token refiners attend outside the blocks."""
+"""HunyuanVideo and 1.5: joint attention over video and text; token refiners attend outside the blocks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,6 @@ import torch
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, inputs_of_text_to_video
 
-# The token refiners attend as well, and the model does not checkpoint them. The row leaves their lists out.
-DUAL_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
 # SigLIP makes the first for the first frame, ByT5 the second for text within the picture.
 VISION_TOKENS, GLYPH_TOKENS = 729, 256
 
@@ -37,15 +35,12 @@ def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[st
 ROWS = (
     ModelRow(
         "HunyuanVideoTransformer3DModel",
-        DUAL_AND_SINGLE,
         video_inputs=_inputs_of_video,
         default_video=Video(frames=129, height=720, width=1280, text_tokens=256, compression=Compression(4, 8, 8)),
     ),
     ModelRow(
         "HunyuanVideo15Transformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_text_to_video,
         default_video=Video(frames=121, height=480, width=848, text_tokens=1000, compression=Compression(4, 16, 16)),
     ),
-    ModelRow("HunyuanVideoFramepackTransformer3DModel", DUAL_AND_SINGLE),
 )

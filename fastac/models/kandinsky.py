@@ -1,4 +1,4 @@
-"""Kandinsky 5 and 6, whose text blocks are checkpointed too, and the super-resolution of 6, which uses only flex."""
+"""Kandinsky 5, whose text blocks are checkpointed too."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,13 +38,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 ROWS = (
     ModelRow(
         "Kandinsky5Transformer3DModel",
-        ("text_transformer_blocks", "visual_transformer_blocks"),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=121, height=512, width=768, text_tokens=512, compression=Compression(4, 8, 8)),
     ),
-    ModelRow(
-        "Kandinsky6Transformer3DModel",
-        ("video_text_transformer_blocks", "audio_text_transformer_blocks", "visual_transformer_blocks"),
-    ),
-    ModelRow("Kandinsky6SRTransformer3DModel", ("visual_transformer_blocks",)),
 )

@@ -25,7 +25,6 @@ def _default_video(config: Mapping[str, Any]) -> Video:
 ROWS = (
     ModelRow(
         "LatteTransformer3DModel",
-        ("transformer_blocks", "temporal_transformer_blocks"),
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),

@@ -55,13 +55,11 @@ def _inputs_of_audio_and_video(config: Mapping[str, Any], video: Video) -> dict[
 ROWS = (
     ModelRow(
         "LTXVideoTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=161, height=512, width=704, text_tokens=128, compression=Compression(8, 32, 32)),
     ),
     ModelRow(
         "LTX2VideoTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_audio_and_video,
         default_video=Video(frames=121, height=512, width=768, text_tokens=1024, compression=Compression(8, 32, 32)),
     ),

@@ -20,8 +20,4 @@ def _default_video(config: Mapping[str, Any]) -> Video:
     return Video(frames=163, height=480, width=848, text_tokens=text, compression=Compression(6, 8, 8))
 
 
-ROWS = (
-    ModelRow(
-        "MochiTransformer3DModel", ("transformer_blocks",), video_inputs=_inputs_of_video, default_video=_default_video
-    ),
-)
+ROWS = (ModelRow("MochiTransformer3DModel", video_inputs=_inputs_of_video, default_video=_default_video),)

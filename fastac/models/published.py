@@ -80,7 +80,6 @@ class Configuration:
 
     def inputs(self, video: Video) -> dict[str, Any]:
         """The keyword arguments of one call. Raises FastacError if the video does not fit the model."""
-        assert self.row.video_inputs is not None  # load_configuration accepts only rows that have it
         return self.row.video_inputs(self.config, video)
 
 
@@ -218,10 +217,10 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
 
 
 def _known() -> dict[str, ModelRow]:
-    """The classes of the installed diffusers that have a row with inputs."""
+    """The classes of the installed diffusers that have a row."""
     # Older releases of diffusers lack the newest classes.
     has = functools.partial(hasattr, _diffusers())
-    return {name: row for name, row in MODELS.items() if row.video_inputs and has(row.class_name)}
+    return {name: row for name, row in MODELS.items() if has(row.class_name)}
 
 
 def _defaults(row: ModelRow) -> dict[str, Any]:

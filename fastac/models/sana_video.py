@@ -1,4 +1,4 @@
-"""Sana-Video and Sana-WM: linear attention over the video, without a kernel, and softmax attention to the text."""
+"""Sana-Video: linear attention over the video, without a kernel, and softmax attention to the text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +17,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 ROWS = (
     ModelRow(
         "SanaVideoTransformer3DModel",
-        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=81, height=480, width=832, text_tokens=300, compression=Compression(4, 8, 8)),
     ),
-    ModelRow("SanaWMTransformer3DModel", ("blocks",)),
 )

@@ -55,10 +55,10 @@ def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) 
 
     transformers and peft read the flag: with it, models keep no key-value cache, and peft handles its hooks otherwise.
     """
-    owners = [module for module in model.modules() if getattr(type(module), "supports_gradient_checkpointing", False)]
-    # Models of transformers may hold each other, so that one module is found from several owners.
-    by_module = {switch.module: switch for owner in owners for switch in switches_of(owner)}
-    return [switch for module, switch in by_module.items() if not blocks.isdisjoint(module.modules())]
+    theirs = [module for module in model.modules() if getattr(type(module), "supports_gradient_checkpointing", False)]
+    parts = {part for module in theirs for part in module.modules()}
+    around = {module for module in parts if not blocks.isdisjoint(module.modules())}
+    return [switch for switch in switches_of(model) if switch.module in around]
 
 
 def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:

@@ -47,26 +47,18 @@ def _inputs_of_controlled_video(config: Mapping[str, Any], video: Video) -> dict
 
 
 ROWS = (
-    ModelRow("WanTransformer3DModel", ("blocks",), video_inputs=_inputs_of_video, default_video=_default_video),
+    ModelRow("WanTransformer3DModel", video_inputs=_inputs_of_video, default_video=_default_video),
     ModelRow(
         "WanVACETransformer3DModel",
-        ("blocks", "vace_blocks"),
         video_inputs=_inputs_of_controlled_video,
         default_video=_default_video,
     ),
-    ModelRow("ChronoEditTransformer3DModel", ("blocks",), video_inputs=_inputs_of_video, default_video=_default_video),
+    ModelRow("ChronoEditTransformer3DModel", video_inputs=_inputs_of_video, default_video=_default_video),
     ModelRow(
         "SkyReelsV2Transformer3DModel",
-        ("blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(
             frames=97, height=544, width=960, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8)
         ),
     ),
-    # fastac makes no inputs for these.
-    ModelRow("WanAnimateTransformer3DModel", ("blocks",)),  # its face adapter attends outside the blocks
-    ModelRow("WanAnimate2Transformer3DModel", ("blocks",)),  # its blocks take keyword arguments
-    ModelRow("AnyFlowTransformer3DModel", ("blocks",)),  # it takes a second timestep
-    ModelRow("AnyFlowFARTransformer3DModel", ("blocks",)),  # it has only flex_attention over the video
-    ModelRow("HeliosTransformer3DModel", ("blocks",)),  # it takes a compressed history
 )

@@ -108,10 +108,9 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     detach_all(copied)  # what is enabled on the model is not simulated
     for module in copied.modules():
         set_state(module, None)  # states differ, so blocks with states would never be alike
-    containers = choose_blocks(copied, blocks, copied)
+    named = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False
-    named = {name: block for container in containers for name, block in container.blocks.items()}
     wrappers: list[Any] = [module for module in copied.modules() if is_wrapper(module)]
     for wrapper in wrappers:
         if inside(wrapper) in named.values():

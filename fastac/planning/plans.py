@@ -347,7 +347,7 @@ def explained(problem: str, advice: str = "") -> Iterator[None]:
 def policies_within(forecast: Forecast, limit: int, linear: bool, offload: bool) -> dict[str, Policy]:
     """The policies of all blocks within a number of bytes, and a warning if they save nothing."""
     chosen = forecast.within(limit, linear, offload)
-    if all(policy.saves_nothing for policy in chosen.values()):
+    if all(not policy.is_selective for policy in chosen.values()):
         least = forecast.smallest(linear)
         why = "no output of a block can be saved" if least is None else f"the smallest output takes {least} bytes"
         logger.warning("plan.within(%s) saves nothing: %s", readable_bytes(limit), why)

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from fastac.backends.availability import ignored_backends
+from fastac.backends import ignored_backends
 from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
-from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped
+from fastac.models.blocks import Blocks, block_lists, by_list, check_module
 from fastac.planning.tables import new_table, render, wrapped
-from fastac.policy import BlockPolicies, saves_nothing
+from fastac.policy import BlockPolicies
 from fastac.verification.recompute import RecomputeProfile, latest
 
 
@@ -207,10 +207,10 @@ def report(model: torch.nn.Module) -> Report:
     model = check_whole(model, "report")
     enabled = enabled_on(model)
     # Rows of an enabled model are the modules that it calls fastac for, which may be parts of the blocks.
-    containers = containers_inside(model) if enabled is None else grouped(enabled.host.blocks_called())
+    lists = block_lists(model) if enabled is None else by_list(enabled.host.blocks_called())
     in_graphs = decided_calls(model)
-    rows = tuple(_container_report(container, enabled, in_graphs) for container in containers)
-    names = [name for container in containers for name in container.blocks]
+    rows = tuple(_container_report(name, blocks, enabled, in_graphs) for name, blocks in lists.items())
+    names = [name for blocks in lists.values() for name in blocks]
     return Report(
         model_class=class_name(model),
         policy="none" if enabled is None else enabled.policy_name,
@@ -238,11 +238,11 @@ def check_whole(model: object, call: str) -> torch.nn.Module:
 
 
 def _container_report(
-    container: BlockContainer, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
+    container: str, blocks: Blocks, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
-    compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
+    compiled = {name: in_graphs[name] for name in blocks if name in in_graphs}
     # A graph runs these blocks now. Their latest region is of an earlier, eager step.
-    states = block_states(block for name, block in container.blocks.items() if name not in compiled)
+    states = block_states(block for name, block in blocks.items() if name not in compiled)
     seen = [state for state in states if state.latest is not None and state.latest.has_graph]
     results: list[Any] = [state.latest for state in seen]
     calls = [call for result in results for call in result.calls]
@@ -253,12 +253,12 @@ def _container_report(
     names = []
     # If all blocks have one policy, the heading of the report says it.
     if enabled is not None and isinstance(enabled.policy, BlockPolicies):
-        blocks = container.blocks.keys() - enabled.host.new_blocks()
-        names = [enabled.policy_of(container.blocks[name]).name for name in blocks]
+        known = blocks.keys() - enabled.host.new_blocks()
+        names = [enabled.policy_of(blocks[name]).name for name in known]
     return ContainerReport(
-        container=container.name,
-        block_class=container.block_class,
-        blocks=len(container.blocks),
+        container=container,
+        block_class="|".join(dict.fromkeys(map(class_name, blocks.values()))),
+        blocks=len(blocks),
         blocks_seen=len(seen) + len(compiled),
         attention_calls=len(calls),
         saved=saved,
@@ -269,13 +269,13 @@ def _container_report(
         choice_bytes=sum(result.choice_bytes for result in results),
         blocks_full=names.count("full"),
         blocks_none=names.count("none"),
-        is_watched=enabled is None or not saves_nothing(enabled.policy),
+        is_watched=enabled is None or enabled.policy.is_selective,
         blocks_compiled=len(compiled),
         communication=sum(parts, Communication()) if parts else None,
         writing=sum(result.writing for result in results),
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
-        offloaded=offloaded_by(container.blocks.values()),
+        offloaded=offloaded_by(blocks.values()),
         flops=sum(result.flops for result in results),
         saved_flops=sum(result.saved_flops for result in results),
         unknown=tuple(dict.fromkeys(name for result in results for name in result.unknown)),
@@ -314,7 +314,7 @@ def _problem(model: torch.nn.Module, enabled: Enabled | None, seen: bool) -> str
         return "gradient checkpointing was switched off since fastac.enable" + earlier
     if new := enabled.host.new_blocks():
         return f"not checkpointed, as new since fastac.enable, or with another forward: {', '.join(new)}" + earlier
-    if saves_nothing(enabled.policy):
+    if not enabled.policy.is_selective:
         return "this policy saves nothing, and attention calls are not watched under it"
     if not seen and enabled.host.called:
         others = ", ".join(dict.fromkeys(map(class_name, enabled.host.called.values())))

@@ -313,7 +313,7 @@ class _Verifier:
         # Attention kernels of the backward itself, as of diffusers' context parallelism.
         in_backward = expected.executions[1] if self.reference == "none" else 0
         # Regions under "full" are not watched, so their calls are not known: all that was not saved may run again.
-        unseen = not isinstance(used, Policy) or used.saves_nothing
+        unseen = not isinstance(used, Policy) or not used.is_selective
         return Verification(
             subject=class_name(self.inner),
             policy=name,

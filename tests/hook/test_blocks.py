@@ -143,14 +143,14 @@ def found(model: torch.nn.Module) -> dict[str, tuple[str, int]]:
     return {row.container: (row.block_class, row.blocks) for row in fastac.report(model).rows}
 
 
-def test_a_model_without_a_row() -> None:
-    """Trains all the same; a class that is made from one with a row has none, even if its name begins alike."""
+def test_a_model_whose_class_names_its_blocks() -> None:
+    """Other lists of attention are not its blocks, unless its class names none, which trains all the same."""
     model, inputs = support.build("HunyuanVideo15Transformer3DModel")
     expected = train_step(model, inputs)
     blocks = {"transformer_blocks": ("HunyuanVideo15TransformerBlock", 2)}
     assert found(model) == blocks
     calls = executions_of(model, inputs, expected)
-    model.__class__ = type("HunyuanVideo15Transformer3DModelOfMine", (type(model),), {})
+    model.__class__ = type("HunyuanVideo15Transformer3DModelOfMine", (type(model),), {"_repeated_blocks": None})
     refiner = {"context_embedder.token_refiner.refiner_blocks": ("HunyuanVideo15IndividualTokenRefinerBlock", 1)}
     assert found(model) == refiner | blocks
     assert executions_of(model, inputs, expected) == calls

@@ -91,8 +91,8 @@ def measured(name: str) -> Figures:
         support.executions.clear()
         with flex_on_cpu.registered():
             assert_same(train_step(model, inputs), expected.tensors)
-    blocks = fastac.models.containers(model, fastac.models.row_of(model))
-    assert sorted(block for container in blocks for block in container.blocks) == sorted(set(expected.blocks))
+    lists = fastac.models.block_lists(model)
+    assert sorted(block for blocks in lists.values() for block in blocks) == sorted(set(expected.blocks))
     rows = fastac.report(model).rows
     assert sum(row.saved for row in rows) == expected.in_blocks
     return Figures(

@@ -101,7 +101,7 @@ def transformers_of(package: ModuleType) -> dict[str, type]:
 
 
 def test_every_row_has_a_tiny_model() -> None:
-    assert {name.partition(":")[0] for name in TINY} == set(MODELS)
+    assert {name.partition(":")[0] for name in TINY} >= set(MODELS)
 
 
 @needs_diffusers("0.42")
@@ -109,9 +109,9 @@ def test_every_transformer_of_diffusers_is_known() -> None:
     defined = set(transformers_of(diffusers.models.transformers))
     catalogue = {name.partition(":")[0] for name in TINY}
     others = {name for name in defined if NO_VIDEO.search(name)} | NO_CHECKPOINTING
-    assert not defined - catalogue - others, "new: add a row in fastac/models and a tiny model, or a name here"
-    assert not catalogue - defined, "gone from diffusers: take its row away"
-    assert not catalogue & others, "has a row: take its name away here"
+    assert not defined - catalogue - others, "new: add a tiny model, or a name here"
+    assert not catalogue - defined, "gone from diffusers: take it away"
+    assert not catalogue & others, "has a tiny model: take its name away here"
 
 
 # What single models do unlike the others: how they call their blocks, and how often their blocks attend

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fastac.errors import FastacError
-from fastac.models import MODELS, ModelRow
+from fastac.models import MODELS, block_lists
+from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, patch_of
 from tests.models.tiny import TINY
 
@@ -48,7 +49,7 @@ def small(row: ModelRow, config: Any, latents: tuple[int, int, int], **changes: 
     )
 
 
-@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.video_inputs is not None])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_runs_on_the_inputs_of_a_video(name: str) -> None:
     """Two videos of them, and its blocks get the tokens of both."""
     row, latents = row_of(name), (4, 8, 12)
@@ -59,8 +60,8 @@ def test_a_model_runs_on_the_inputs_of_a_video(name: str) -> None:
     def look(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
-    (container, *_) = (container for container in row.containers if "text" not in container)
-    model.get_submodule(container)[0].register_forward_pre_hook(look, with_kwargs=True)
+    (blocks, *_) = (blocks for name, blocks in block_lists(model).items() if "text" not in name)
+    blocks[min(blocks)].register_forward_pre_hook(look, with_kwargs=True)
     with torch.no_grad():
         outputs = model(**row.video_inputs(model.config, video))
     assert isinstance(outputs, (tuple, torch.Tensor))  # return_dict=False

@@ -124,7 +124,7 @@ def test_bytes_in_which_nothing_can_be_saved(caplog: pytest.LogCaptureFixture) -
     for size, saves in ((needed, True), (needed - 1, False)):
         caplog.clear()
         policies = plan.within(size).values()
-        assert all(policy.saves_nothing for policy in policies) == bool(caplog.messages) == (not saves)
+        assert all(not policy.is_selective for policy in policies) == bool(caplog.messages) == (not saves)
     plan = fastac.plan(torch.nn.Sequential(torch.nn.Linear(8, 8)), [torch.randn(2, 8)], blocks=["0"])
     plan.within("1GiB", linear=False)
     assert caplog.messages[-1] == "plan.within(1.0 GiB) saves nothing: no output of a block can be saved"
