@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 # Type checkers and editors see the public names here. At run time, `__getattr__` finds them.
 if TYPE_CHECKING:
+    from fastac.backends.opaque import make_visible
     from fastac.checkpointing import checkpoint, patch_checkpoint
     from fastac.compiled.blocks import Compilation, compile_attention
-    from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
     from fastac.hook import compile, disable, enable, first_blocks  # noqa: A004 as torch.compile
     from fastac.planning import Auto, Plan, plan
@@ -56,7 +56,7 @@ __all__ = [
 _ROOMS = (
     "checkpointing",
     "compiled.blocks",
-    "engine.opaque",
+    "backends.opaque",
     "errors",
     "hook",
     "planning",

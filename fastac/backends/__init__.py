@@ -12,6 +12,7 @@ from fastac.backends import (
     flash_attn_3,
     flash_attn_4,
     flex,
+    opaque,
     sage,
     sdpa,
     varlen,
@@ -20,7 +21,6 @@ from fastac.backends import (
 from fastac.backends.diffusers import backend_uses as backend_uses
 from fastac.backends.diffusers import check_backends as check_backends
 from fastac.backends.diffusers import ignored_backends as ignored_backends
-from fastac.engine import opaque
 from fastac.engine.process import process
 
 LIBRARIES = (

@@ -21,7 +21,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastac import registry
-from fastac.engine import interception, opaque
+from fastac.backends import opaque
+from fastac.engine import interception
 from fastac.engine.beginning import generators_preserved
 from fastac.errors import FastacError
 from fastac.registry import OpaqueFunction, Row, flops

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastac.backends import opaque
 from fastac.diagnosis.recognition import (
     has_attention_inputs,
     names_attention_kernel,
@@ -17,7 +18,7 @@ from fastac.diagnosis.recognition import (
     says_attention,
     suggested_visible,
 )
-from fastac.engine import opaque, torch_private
+from fastac.engine import torch_private
 from fastac.engine.beginning import tensors_in
 from fastac.engine.tape import Caller
 from fastac.policy import Policy

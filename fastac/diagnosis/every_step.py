@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fastac.backends import opaque
 from fastac.diagnosis.recognition import names_attention_kernel
-from fastac.engine import kinds, opaque, torch_private
+from fastac.engine import kinds, torch_private
 from fastac.engine.blocks import describe, known_state
 from fastac.engine.process import thread
 from fastac.errors import PolicyNotAppliedError, class_name

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from fastac import backends, registry
-from fastac.backends import plugins
+from fastac.backends import opaque, plugins
 from fastac.diagnosis.autograd_graph import Shapes
 from fastac.diagnosis.recognition import has_attention_inputs
-from fastac.engine import kinds, opaque, torch_private
+from fastac.engine import kinds, torch_private
 from fastac.engine.tape import Tape
 from fastac.registry import OPAQUE_NAMESPACE, AttentionOp, Row
 from fastac.registry.torch_private import Op, name_of, op_names

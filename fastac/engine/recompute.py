@@ -48,7 +48,7 @@ class Stop(Exception):  # noqa: N818 not an error
 
 
 _BEFORE_IT_RUNS = 3
-"""An op saves so many tensors, at most, before it runs. If it writes one of them, recompute has to run it."""
+"""An op saves so many tensors, at most, before it runs. If it is the last one and writes them, it has to run."""
 
 
 def _is_unwritten(tensor: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ class Recompute:
         slots: what the forward saved, in order.
         fingerprints: of these tensors, if values are compared; else empty.
         compares_metadata: compare their metadata.
-        early_stop: end with the last of them.
+        early_stop: end with the last of them, or once its op has run.
         runs: code of the frame that calls the function.
     """
 
@@ -86,6 +86,8 @@ class Recompute:
         self.count = len(slots)
         # Number of tensors that were saved so far.
         self.position = 0
+        # Autograd node of an op that may have yet to write a tensor that it saved.
+        self.writer = -1
         self.tensors: Recomputed = {}
         self.buffers: Mapping[int, torch.Tensor] = {}
         # Storages that offload brought back to the device for this recompute.
@@ -107,6 +109,9 @@ class Recompute:
         position = self.position
         self.position += 1
         if position >= self.count:
+            # A gradient inside the forward needs no more than the forward had saved. The op of the last tensor has run.
+            if self.early_stop:
+                raise Stop
             return detached
         slot = self.slots[position]()
         # Without a slot, the node that held it is gone, and nobody will ask for the tensor.
@@ -125,8 +130,8 @@ class Recompute:
             if self.fingerprints and not self.difference:
                 self._compare_values(tensor, position)
         if position >= self.count - _BEFORE_IT_RUNS and _is_unwritten(tensor):
-            self.early_stop = False
-        if self.early_stop and position == self.count - 1:
+            self.writer = torch_private.newest_node()
+        if self.early_stop and position == self.count - 1 and self.writer != torch_private.newest_node():
             raise Stop
         return detached
 

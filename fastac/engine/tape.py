@@ -100,7 +100,7 @@ class Entry:
     selection: sparse.Selection | None = None
     """The blocks that sparse attention was given."""
     companion: Any = None
-    """How the forward of an opaque kernel used its outputs (fastac.engine.opaque)."""
+    """How the forward of an opaque kernel used its outputs (fastac.backends.opaque)."""
 
     def __init__(self, op: BoundOp, keys: int, inputs: Sequence[Any], product: str = "") -> None:
         self.op = op

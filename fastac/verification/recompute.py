@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastac import registry
-from fastac.engine import opaque
+from fastac.backends import opaque
 from fastac.engine.fingerprints import COMPARISON
 from fastac.engine.region import RECOMPUTE
 from fastac.planning.tables import new_table, render

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
 from fastac import FastacError, OpaqueFunction, Policy
-from fastac.engine import opaque
+from fastac.backends import opaque
 from tests import support
 from tests.engine.cases import OneAttention, twice
 from tests.marks import needs_torch
