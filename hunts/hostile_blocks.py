@@ -342,6 +342,7 @@ KNOWN = {
     "State that is no buffer and that no saved tensor shows": r"self\.(calls|kept|weight|generator)",
     "A hook that a block registers on its own argument": r"^hook\(",
     ARGUMENT: r"\b[abc]\.\w+_\(",
+    "An op that writes a tensor after it saved it": r"rrelu",
 }
 """Words of docs/limits.md for what any checkpointing gets wrong -> pattern of the lines of a block that do it."""
 

@@ -47,17 +47,6 @@ class Stop(Exception):  # noqa: N818 not an error
     """Ends a recompute early: backward has all tensors that it needs."""
 
 
-_BEFORE_IT_RUNS = 3
-"""An op saves so many tensors, at most, before it runs. If it is the last one and writes them, it has to run."""
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be memory that its op has yet to write: rrelu saves its noise before it draws it."""
-    if tensor.requires_grad or tensor._version or not tensor.is_floating_point():
-        return False
-    return not (tensor._is_view() or isinstance(tensor, torch.nn.Parameter))
-
-
 class Recompute:
     """Receives the tensors that autograd saves while a function runs again.
 
@@ -68,7 +57,7 @@ class Recompute:
         slots: what the forward saved, in order.
         fingerprints: of these tensors, if values are compared; else empty.
         compares_metadata: compare their metadata.
-        early_stop: end with the last of them, or once its op has run.
+        early_stop: end with the last of them.
         runs: code of the frame that calls the function.
     """
 
@@ -82,12 +71,12 @@ class Recompute:
         runs: types.CodeType,
     ) -> None:
         self.beginning, self.slots, self.fingerprints = beginning, slots, fingerprints
-        self.compares_metadata, self.early_stop, self.runs = compares_metadata, early_stop, runs
+        self.compares_metadata, self.runs = compares_metadata, runs
         self.count = len(slots)
+        # Position of the tensor that ends the recompute.
+        self.last = self.count - 1 if early_stop else -1
         # Number of tensors that were saved so far.
         self.position = 0
-        # Autograd node of an op that may have yet to write a tensor that it saved.
-        self.writer = -1
         self.tensors: Recomputed = {}
         self.buffers: Mapping[int, torch.Tensor] = {}
         # Storages that offload brought back to the device for this recompute.
@@ -109,9 +98,6 @@ class Recompute:
         position = self.position
         self.position += 1
         if position >= self.count:
-            # A gradient inside the forward needs no more than the forward had saved. The op of the last tensor has run.
-            if self.early_stop:
-                raise Stop
             return detached
         slot = self.slots[position]()
         # Without a slot, the node that held it is gone, and nobody will ask for the tensor.
@@ -129,9 +115,7 @@ class Recompute:
                 self._compare_metadata(slot.metadata, tensor, position)
             if self.fingerprints and not self.difference:
                 self._compare_values(tensor, position)
-        if position >= self.count - _BEFORE_IT_RUNS and _is_unwritten(tensor):
-            self.writer = torch_private.newest_node()
-        if self.early_stop and position == self.count - 1 and self.writer != torch_private.newest_node():
+        if position == self.last:
             raise Stop
         return detached
 
