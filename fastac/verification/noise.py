@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from fastac.engine.fingerprints import tolerance
-from fastac.engine.ranks import Group
 from fastac.errors import FastacError
+from fastac.verification.ranks import Group
 from fastac.verification.step import Step
 
 Tensors = Mapping[str, torch.Tensor | None]

@@ -27,12 +27,12 @@ from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import known_state, set_state
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
-from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
 from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.noise import ComparedSteps, RunStep
+from fastac.verification.ranks import Group, OtherRankFailed
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls, report
 from fastac.verification.step import Step, fresh, run_step

@@ -19,7 +19,6 @@ from fastac.engine import host_memory
 from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import state_of
 from fastac.engine.process import process
-from fastac.engine.ranks import Group
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
@@ -35,6 +34,7 @@ from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.noise import ComparedSteps
+from fastac.verification.ranks import Group
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import Step, floating, run_step
 
