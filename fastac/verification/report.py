@@ -13,7 +13,7 @@ from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
-from fastac.hook import Enabled, enabled_on
+from fastac.hook import Enabled, enabled_on, plan_in_words
 from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped
 from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies, saves_nothing
@@ -42,11 +42,10 @@ def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
     moved = [state.transfers for state in block_states(modules) if state.transfers is not None]
     if not moved:
         return None
-    host, device, copies = zip(
-        *((transfers.host_bytes, transfers.device_bytes, transfers.copies) for transfers in moved), strict=True
-    )
     waited = tuple(size for transfers in moved for size in transfers.waited_bytes())
-    return Offloaded(sum(host), sum(device), sum(copies), waited)
+    sizes = zip(*((part.host_bytes, part.device_bytes, part.copies) for part in moved), strict=True)
+    host, device, copies = map(sum, sizes)
+    return Offloaded(host, device, copies, waited)
 
 
 def block_states(modules: Iterable[torch.nn.Module]) -> list[BlockState]:
@@ -98,12 +97,6 @@ class ContainerReport:
     """The part of `flops` that belongs to saved attention."""
     unknown: tuple[str, ...] = ()
     """Ops and autograd.Functions that run again in recompute and that fastac does not know."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Everything that is saved: outputs of attention, Linear modules and collectives, and choices."""
-        communicated = self.communication.saved_bytes if self.communication is not None else 0
-        return self.saved_bytes + self.choice_bytes + self.linear_bytes + communicated
 
 
 def _blocks_of(row: ContainerReport) -> str:
@@ -166,7 +159,7 @@ class Report:
     """What recompute ran in the latest `verify` of the model."""
 
     def __str__(self) -> str:
-        table = new_table(headings=False)
+        table = new_table(show_header=False)
         for row in self.rows:
             for name, fact in _FACTS.items():
                 if text := str(fact(row)):
@@ -175,8 +168,7 @@ class Report:
         state = f"policy {self.policy}" + ("" if self.active else ", not active")
         state = state if self.active or self.policy != "none" else "not enabled by fastac.enable"
         below = map(wrapped, (self.problem, *self.remarks, self.summary))
-        lines = [wrapped(f"{self.model_class}: {state}"), render(table), *below]
-        lines += [] if self.recompute is None else [str(self.recompute)]
+        lines = wrapped(f"{self.model_class}: {state}"), render(table), *below, str(self.recompute or "")
         return "\n".join(filter(None, lines))
 
     @property
@@ -217,9 +209,7 @@ def report(model: torch.nn.Module) -> Report:
         active=enabled is not None and enabled.host.is_active,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
-        remarks=tuple(
-            filter(None, ("" if enabled is None else enabled.plan_in_words, *ignored_backends(model, names)))
-        ),
+        remarks=tuple(filter(None, (plan_in_words(model), *ignored_backends(model, names)))),
         recompute=latest.get(model),
     )
 
