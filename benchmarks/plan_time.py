@@ -21,7 +21,7 @@ from rich.table import Table
 
 import fastac
 from common import finish, parser
-from fastac.hook import enabled_on
+from fastac.hook import enabled_on, plan_in_words
 from fastac.models import published as configurations
 from fastac.planning.video import without_weights
 
@@ -49,7 +49,7 @@ def seconds_of(name: str, lora: int) -> dict[str, Any]:
         start = time.perf_counter()
         enabled.before_forward(model, (), arguments)
         found[what] = time.perf_counter() - start
-    found["chosen"] = enabled.plan_in_words
+    found["chosen"] = plan_in_words(model)
     return found
 
 

@@ -88,13 +88,6 @@ class Enabled:
         """The policy in words."""
         return str(self.policy) if self.planner is None else "auto"
 
-    @property
-    def plan_in_words(self) -> str:
-        """What policy "auto" chose for the latest forward, in a line; "" under other policies."""
-        if self.planner is None:
-            return ""
-        return self.planner.latest.why if self.planner.latest else "nothing was planned yet"
-
     def attach(self) -> None:
         """Make the model call fastac for its blocks. Raises FastacError if a host or a Linear module refuses."""
         self.host.attach()
@@ -397,3 +390,11 @@ def disable(model: torch.nn.Module) -> None:
 def enabled_on(model: torch.nn.Module) -> Enabled | None:
     """The `Enabled` of a model; None if it is not enabled."""
     return vars(model).get(ENABLED)
+
+
+def plan_in_words(model: torch.nn.Module) -> str:
+    """What policy "auto" chose for a model's latest forward, in a line; "" if that is not its policy."""
+    enabled = enabled_on(model)
+    if enabled is None or enabled.planner is None:
+        return ""
+    return enabled.planner.latest.why if enabled.planner.latest else "nothing was planned yet"

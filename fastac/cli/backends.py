@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
@@ -23,6 +24,9 @@ from fastac.registry import AttentionOp
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+# A rule stands between rows, since a row has several lines.
+_table = functools.partial(new_table, show_lines=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +61,9 @@ def _leave_out_absent(content: dict[str, Any]) -> int:
         # The name of a diffusers backend contains that of the library that it calls.
         return backend["can_be_saved"] or (can_run and any(name in backend["name"] for name in names))
 
-    present = {"libraries": libraries, "diffusers_backends": list(filter(is_present, content["diffusers_backends"]))}
-    hidden = sum(len(content[name]) - len(rows) for name, rows in present.items())
-    content |= present
+    backends = list(filter(is_present, content["diffusers_backends"]))
+    hidden = len(content["libraries"]) - len(libraries) + len(content["diffusers_backends"]) - len(backends)
+    content |= {"libraries": libraries, "diffusers_backends": backends}
     return hidden
 
 
@@ -70,14 +74,14 @@ def _tables(content: dict[str, Any]) -> list[Table]:
     for library in [*content["libraries"], *content["plugins"]]:
         here = f"{library['installed']}, {len(library['ops']) or 'no'} ops" if library["installed"] else "not installed"
         how = "; ".join(filter(None, (library["how"], library["advice"])))
-        libraries.add_row(f"{library['name']}\n{here}", f"{_words(library['verdict'])}: {how}")
+        libraries.add_row(f"{library['name']}\n{here}", f"{library['verdict'].replace('_', ' ')}: {how}")
         if library["ops"]:
             ops.add_row("\n".join((library["name"], *(f"  {op}" for op in library["ops"]))))
     diffusers = _table("attention backends of diffusers", "backend", "on this machine, what it is, or why not")
     # Many backends have the same description: they share a row, with a line for each name.
     backends: dict[str, list[str]] = {}
     for backend in sorted(content["diffusers_backends"], key=lambda row: (not row["can_be_saved"], row["name"])):
-        here = "can be saved" if backend["can_be_saved"] else f"refused, {_words(backend['verdict'])}"
+        here = "can be saved" if backend["can_be_saved"] else f"refused, {backend['verdict'].replace('_', ' ')}"
         why = "; ".join(filter(None, (backend["what"], backend["missing"])))
         backends.setdefault(f"{here}: {why}", []).append(backend["name"])
     for why, names in backends.items():
@@ -86,19 +90,6 @@ def _tables(content: dict[str, Any]) -> list[Table]:
     for plugin, problem in content["broken_plugins"].items():
         broken.add_row(plugin, problem)
     return [table for table in (libraries, ops, diffusers, broken) if table.row_count]
-
-
-def _table(title: str, *headings: str) -> Table:
-    """A table with a rule between rows, since a row has several lines."""
-    table = new_table(title)
-    table.show_lines = True
-    for heading in headings:
-        table.add_column(heading)
-    return table
-
-
-def _words(verdict: str) -> str:
-    return verdict.replace("_", " ")
 
 
 def _content() -> dict[str, Any]:

@@ -61,27 +61,25 @@ def run(options: argparse.Namespace) -> int:
     with telling() as tell, warnings.catch_warnings():
         # Warnings of the models would stand between the lines of progress.
         warnings.simplefilter("ignore")
-        configuration, video = sizes_of(options)
+        configuration = configurations.load_configuration(options.model)
+        video = video_of(options, configuration.default)
+        if options.layers is not None:
+            configuration = _shortened(configuration, options.layers)
         too_large = does_not_fit(configuration, video, options, budget, tell)
         tell(f"building {options.model}")
         subject, workload = workload_of(configuration, video, options)
         measured = bench(workload, subject, options.rounds, budget, options.offload, tell, too_large)
     print(measured)
     if options.json is not None:
-        figures = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine()} | dataclasses.asdict(
-            measured
-        )
+        command = shlex.join(["fastac", *options.arguments])
+        figures = {"command": command, "machine": machine(), **dataclasses.asdict(measured)}
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def sizes_of(options: argparse.Namespace) -> tuple[Configuration, Video]:
-    """The model and the video of the options. Raises FastacError for an unknown model."""
-    configuration = configurations.load_configuration(options.model)
-    video = video_of(options, configuration.default)
-    if options.layers is not None:
-        configuration = dataclasses.replace(configuration, config=with_layers(configuration.config, options.layers))
-    return configuration, video
+def _shortened(configuration: Configuration, layers: int) -> Configuration:
+    """A model with at most so many blocks in each list."""
+    return dataclasses.replace(configuration, config=with_layers(configuration.config, layers))
 
 
 def does_not_fit(
@@ -148,13 +146,11 @@ def _what_fits(configuration: Configuration, video: Video, training: Training, a
         else:
             # Models take frames in groups, and some a single frame before them. Whole groups are halved, the rest
             # stays.
-            video = dataclasses.replace(
-                video, frames=(video.frames - 1) // step // 2 * step + (video.frames - 1) % step + 1
-            )
+            groups, rest = divmod(video.frames - 1, step)
+            video = dataclasses.replace(video, frames=groups // 2 * step + rest + 1)
         sizes = f"--layers {layers} --frames {video.frames}"
         tell(f"planning {sizes}")
-        fewer = dataclasses.replace(configuration, config=with_layers(configuration.config, layers))
-        row = plan_video(fewer, video, training)
+        row = plan_video(_shortened(configuration, layers), video, training)
         if row.policies[1].peak_bytes + row.gradients <= available:
             return f"{sizes} would fit."
     return "No fewer blocks and frames would fit: try a smaller --height and --width."

@@ -29,9 +29,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def gpu(device: torch.device | int | None = None) -> dict[str, Any]:
-    """Name and memory of a CUDA device, by default the current one, and the versions of CUDA and cuDNN."""
-    properties = torch.cuda.get_device_properties(device)
+def gpu() -> dict[str, Any]:
+    """Name and memory of the current CUDA device, and the versions of CUDA and cuDNN."""
+    properties = torch.cuda.get_device_properties()
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,

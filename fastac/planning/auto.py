@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import math
 import sys
@@ -26,13 +27,13 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fastac.engine import host_memory, kinds, torch_private
 from fastac.engine.beginning import autocast_state
 from fastac.engine.blocks import signature
 from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
-from fastac.engine.ranks import least_of_ranks
 from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
@@ -422,7 +423,7 @@ class Planner:
         if self._is_alone:
             return values
         try:
-            return least_of_ranks(f"{class_name(forward.model)} {self._number} {what}", values, WAIT)
+            return _least_of_ranks(f"{class_name(forward.model)} {self._number} {what}", values)
         except (RuntimeError, ValueError) as error:
             self._is_alone = True
             problem = str(error).partition("\n")[0]
@@ -527,6 +528,20 @@ def no_memory() -> FastacError:
         'policy "auto" asks the device how much memory it has, and this one does not say (a CPU?). Write what a step '
         'may use, with weights and optimizer: fastac.enable(model, policy=fastac.Auto(memory="16GiB")).'
     )
+
+
+def _least_of_ranks(name: str, values: list[float]) -> list[float]:
+    """The least of each value on all ranks, which use the same name. This rank's own values if there is one process.
+
+    Unlike a collective, this leaves nothing behind if a rank does not come. Raises RuntimeError after `WAIT` then.
+    """
+    if not rank() or dist.get_backend() == "fake":
+        return values
+    store = torch_private.default_store()
+    keys = [f"fastac/{name}/{number}" for number in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], json.dumps(values))
+    store.wait(keys, WAIT)
+    return [min(of_ranks) for of_ranks in zip(*(json.loads(store.get(key)) for key in keys), strict=True)]
 
 
 def _now(device: torch.device) -> Any:

@@ -231,7 +231,7 @@ def table_of_figures(
     title: str, captions: Sequence[str], headings: Sequence[str], texts: Collection[str] = ()
 ) -> Table:
     """A table with figures, but words in the first column and in the columns with the headings `texts`."""
-    table = new_table(title, "\n".join(captions))
+    table = new_table(title, caption="\n".join(captions))
     for number, heading in enumerate(headings):
         figures = bool(number) and heading not in texts
         table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)

@@ -39,10 +39,10 @@ def wrapped(text: str) -> str:
     return "\n".join(part for parts in lines for part in parts)
 
 
-def new_table(title: str | None = None, caption: str | None = None, headings: bool = True) -> Table:
-    """A table without columns and rows, its title and caption on the left."""
+def new_table(title: str | None = None, *headings: str, **options: Any) -> Table:
+    """A table without rows, its title and caption on the left. options: more arguments of rich's Table."""
     _, table = _rich()
-    return table(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=headings)
+    return table(*headings, title=title, title_justify="left", caption_justify="left", **options)
 
 
 def console(**options: Any) -> Console:

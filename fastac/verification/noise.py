@@ -13,14 +13,15 @@ proves a fault if it differs by more than rounding.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from fastac.engine.fingerprints import tolerance
-from fastac.engine.ranks import Group
 from fastac.errors import FastacError
+from fastac.verification.ranks import Group
 from fastac.verification.step import Step
 
 Tensors = Mapping[str, torch.Tensor | None]
@@ -42,6 +43,7 @@ MOST_EQUAL = 8
 """Runs of the reference after which a difference is real if they are all equal."""
 
 
+@dataclasses.dataclass(eq=False)
 class ComparedSteps:
     """Runs of a reference and of a policy, compared when this is made.
 
@@ -56,36 +58,33 @@ class ComparedSteps:
         with_buffers: whether written buffers are compared as well.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        reference_step: RunStep,
-        policy_step: RunStep,
-        forget: Callable[[], None],
-        with_buffers: bool,
-    ) -> None:
-        self.group, self.reference_step, self.policy_step, self.forget = group, reference_step, policy_step, forget
-        self.expected = reference_step(True)
+    group: Group
+    reference_step: RunStep
+    policy_step: RunStep
+    forget: Callable[[], None] = lambda: None
+    with_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        self.expected = self.reference_step(True)
         """The run of the reference that all others are compared with."""
-        if group.any(bool(self.expected.graphs)):
+        if self.group.any(bool(self.expected.graphs)):
             # The first step compiled, and the profiler counted the calls that dynamo made while it traced.
-            self.expected = reference_step(True)
+            self.expected = self.reference_step(True)
         self.kernels, self.is_deterministic, self.remark = self.expected.kernels, False, ""
-        self.with_buffers = with_buffers
         self.runs = self._runs_of(self.expected)
         self.later = self._add_policy(True)
         """The step of the policy from which the figures are taken."""
         # Every rank takes part in both exchanges, whatever it found itself: the others would wait for it.
-        differs = group.any(bool(self.runs.different))
-        self.is_compiled = group.any(bool(self.runs.different) and self.later.in_graph)
+        differs = self.group.any(bool(self.runs.different))
+        self.is_compiled = self.group.any(bool(self.runs.different) and self.later.in_graph)
         if self.is_compiled:
             self._repeat_compiled()
         elif differs:
             self._repeat()
 
     def _runs_of(self, expected: Step) -> Runs:
-        """Runs that are compared with a step, which stays for its figures and hands over its tensors."""
-        tensors = expected.take_tensors()
+        """Runs that are compared with a step, which stays for its figures and no longer holds its tensors."""
+        tensors, expected.tensors = expected.tensors, {}
         return Runs({name: tensors[name] for name in tensors if self.with_buffers or not name.startswith("buffer ")})
 
     def _add_policy(self, is_counted: bool = False) -> Step:
@@ -97,7 +96,8 @@ class ComparedSteps:
         # Only the second step is kept, for its figures. The memory of this one is free at once.
         self.runs.add("first", self.policy_step(is_counted).tensors)
         later = self.policy_step(is_counted)
-        self.runs.add("later", later.take_tensors())
+        self.runs.add("later", later.tensors)
+        later.tensors = {}
         return later
 
     def _add_reference(self) -> None:
@@ -199,7 +199,6 @@ class Runs:
         """By the name of what was run ("first", "later"), the smallest distance of each result."""
         self.different: dict[str, float] = {}
         """The largest distance of each result that was not bitwise equal in some judged run."""
-        self._norms: dict[str, float] = {}  # of results of the reference, as far as they were needed
         self.factor, self.least = FACTOR, dict.fromkeys(reference, 0.0)
         """A result is wrong beyond `factor` times its noise, or times `least` if its noise is smaller."""
 
@@ -240,9 +239,9 @@ class Runs:
     def gross(self) -> set[str]:
         """Names of results that a run has wrong by more than any rounding, if all that differs does so together."""
         # A gradient that cancels, as that of a bias of keys, is nothing but rounding. Its norm is small among others.
-        self._norms |= {name: _norm_of(self.reference[name]) for name in self.different if name not in self._norms}
-        together = math.hypot(*(distance * self._norms[name] for name, distance in self.different.items()))
-        if not together > ROUNDING * math.hypot(*self._norms.values()):
+        norms = {name: _norm_of(self.reference[name]) for name in self.different}
+        together = math.hypot(*(distance * norms[name] for name, distance in self.different.items()))
+        if not together > ROUNDING * math.hypot(*norms.values()):
             return set()
         return {name for name, distance in self.different.items() if distance > ROUNDING}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,28 +40,18 @@ class RecomputeProfile:
 
     def __add__(self, other: RecomputeProfile) -> RecomputeProfile:
         """The sum of two profiles, as of two blocks."""
-        return RecomputeProfile(
-            Counter(self.times) + Counter(other.times), {**self.marks, **other.marks}, self.on_device
-        )
+        times = Counter(self.times) + Counter(other.times)
+        return RecomputeProfile(times, {**self.marks, **other.marks}, self.on_device)
 
     def shares(self) -> dict[str, float]:
         """The share of each op and Function in the time of all, largest first."""
         total = sum(self.times.values()) or 1
-        ordered = sorted(self.times.items(), key=operator.itemgetter(1), reverse=True)
-        return {name: time / total for name, time in ordered}
-
-    def unknown(self) -> dict[str, float]:
-        """The unknown ops and Functions that take more than `MOST_UNKNOWN`, with their shares."""
-        return {
-            name: share
-            for name, share in self.shares().items()
-            if share > MOST_UNKNOWN and self.marks[name] == "unknown"
-        }
+        return {name: time / total for name, time in Counter(self.times).most_common()}
 
     def __str__(self) -> str:
-        table = new_table(f"What recompute ran, by {'device' if self.on_device else 'op'} time")
-        for heading in ("op or autograd.Function", "share", "status"):
-            table.add_column(heading, justify="right" if heading == "share" else "left")
+        title = f"What recompute ran, by {'device' if self.on_device else 'op'} time"
+        table = new_table(title, "op or autograd.Function", "share", "status")
+        table.columns[1].justify = "right"
         for name, share in list(self.shares().items())[:MOST_LISTED]:
             table.add_row(name, f"{share:.0%}", self.marks[name])
         return render(table)

@@ -13,7 +13,7 @@ from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
-from fastac.hook import Enabled, enabled_on
+from fastac.hook import Enabled, enabled_on, plan_in_words
 from fastac.models.blocks import Blocks, block_lists, by_list, check_module
 from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies
@@ -42,11 +42,10 @@ def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
     moved = [state.transfers for state in block_states(modules) if state.transfers is not None]
     if not moved:
         return None
-    host, device, copies = zip(
-        *((transfers.host_bytes, transfers.device_bytes, transfers.copies) for transfers in moved), strict=True
-    )
     waited = tuple(size for transfers in moved for size in transfers.waited_bytes())
-    return Offloaded(sum(host), sum(device), sum(copies), waited)
+    sizes = zip(*((part.host_bytes, part.device_bytes, part.copies) for part in moved), strict=True)
+    host, device, copies = map(sum, sizes)
+    return Offloaded(host, device, copies, waited)
 
 
 def block_states(modules: Iterable[torch.nn.Module]) -> list[BlockState]:
@@ -166,7 +165,7 @@ class Report:
     """What recompute ran in the latest `verify` of the model."""
 
     def __str__(self) -> str:
-        table = new_table(headings=False)
+        table = new_table(show_header=False)
         for row in self.rows:
             for name, fact in _FACTS.items():
                 if text := str(fact(row)):
@@ -175,8 +174,7 @@ class Report:
         state = f"policy {self.policy}" + ("" if self.active else ", not active")
         state = state if self.active or self.policy != "none" else "not enabled by fastac.enable"
         below = map(wrapped, (self.problem, *self.remarks, self.summary))
-        lines = [wrapped(f"{self.model_class}: {state}"), render(table), *below]
-        lines += [] if self.recompute is None else [str(self.recompute)]
+        lines = wrapped(f"{self.model_class}: {state}"), render(table), *below, str(self.recompute or "")
         return "\n".join(filter(None, lines))
 
     @property
@@ -217,9 +215,7 @@ def report(model: torch.nn.Module) -> Report:
         active=enabled is not None and enabled.host.is_active,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
-        remarks=tuple(
-            filter(None, ("" if enabled is None else enabled.plan_in_words, *ignored_backends(model, names)))
-        ),
+        remarks=tuple(filter(None, (plan_in_words(model), *ignored_backends(model, names)))),
         recompute=latest.get(model),
     )
 

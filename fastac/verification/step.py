@@ -88,11 +88,6 @@ class Step:
     recompute: RecomputeProfile | None = None
     """What recompute ran; None if there was no recompute, or nothing was counted."""
 
-    def take_tensors(self) -> dict[str, torch.Tensor | None]:
-        """Hand the tensors over. The step no longer holds them, so their memory is free once the caller drops them."""
-        tensors, self.tensors = self.tensors, {}
-        return tensors
-
 
 def fresh(inputs: Any) -> Any:
     """Copies of inputs: tensors become leaves with memory of their own, modules stay, other objects are deep copies."""

@@ -13,7 +13,7 @@ import functools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,17 +27,19 @@ from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import known_state, set_state
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
-from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
 from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.noise import ComparedSteps, RunStep
-from fastac.verification.recompute import RecomputeProfile, latest
+from fastac.verification.ranks import Group, OtherRankFailed
+from fastac.verification.recompute import MOST_UNKNOWN, RecomputeProfile, latest
 from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls, report
 from fastac.verification.step import Step, fresh, run_step
 
 logger = logging.getLogger("fastac")
+
+_full_checkpoint = functools.partial(torch_checkpoint, use_reentrant=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +92,7 @@ class Verification:
 
     def __str__(self) -> str:
         would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
-        table = new_table()
-        for heading in ("promise", self.reference, self.policy, "kept"):
-            table.add_column(heading)
+        table = new_table(None, "promise", self.reference, self.policy, "kept")
         equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
         table.add_row("outputs and gradients", "", equal, self._equality)
         if self.compared_kernels != self.kernels:
@@ -114,8 +114,8 @@ class Verification:
         if self.offloaded is not None:
             table.add_row("offloaded", "", str(self.offloaded), "")
         title = f"{self.subject}: {self.policy} against {self.reference}{would}"
-        recompute = "" if self.recompute is None else str(self.recompute)
-        return "\n".join(filter(None, (wrapped(title), render(table), recompute, wrapped(self.remark))))
+        lines = wrapped(title), render(table), str(self.recompute or ""), wrapped(self.remark)
+        return "\n".join(filter(None, lines))
 
     @property
     def _equality(self) -> str:
@@ -238,13 +238,10 @@ class _Verifier:
             latest[self.inner] = result.recompute
             # Under a policy that saves nothing, all of recompute is wanted: nothing is worth a warning.
             watched = result.saved + result.recomputed + result.linear_saved
-            for name, share in result.recompute.unknown().items() if watched else ():
-                logger.warning(
-                    "verify: %s takes %.0f %% of recompute, and fastac does not know it. If it is attention, have "
-                    "it saved: docs/adding_a_backend.md",
-                    name,
-                    100 * share,
-                )
+            for name, share in result.recompute.shares().items() if watched else ():
+                if share > MOST_UNKNOWN and result.recompute.marks[name] == "unknown":
+                    said = "takes %.0f %% of recompute, and fastac does not know it. If it is attention, have it saved"
+                    logger.warning(f"verify: %s {said}: docs/adding_a_backend.md", name, 100 * share)
         return result
 
     def _reference_step(self, is_counted: bool) -> Step:
@@ -274,9 +271,15 @@ class _Verifier:
             raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
         enabled: Any = hook.enabled_on(self.inner)
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        with _disabled(self.inner), checkpoint_wrappers.idle(self.inner):
+        args, kwargs = fresh((self.args, self.kwargs))
+        with _disabled(self.inner), checkpoint_wrappers.idle(self.inner), contextlib.ExitStack() as no_sync:
             self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
-            _run_forward(self.model, self.args, self.kwargs)
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                    # No backward follows, for which the next forward would wait.
+                    no_sync.enter_context(module.no_sync())
+            with torch.enable_grad():
+                self.model(*args, **kwargs)
         # Ranks exchange what they found in each block: a rank with fewer blocks would leave the others waiting.
         if not self.group.agree(len(regions)):
             raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without it.")
@@ -305,7 +308,7 @@ class _Verifier:
         # Policy "auto" plans in the first of these steps.
         enabled = hook.enabled_on(self.inner) if policy is None else None
         used, name = (policy, str(policy)) if enabled is None else (enabled.policy, enabled.policy_name)
-        plan = "" if enabled is None else enabled.plan_in_words
+        plan = hook.plan_in_words(self.inner) if policy is None else ""
         # The message lists only the first five: the largest differences.
         different = runs.different
         broken = sorted(runs.broken(), key=lambda name: -different.get(name, 0.0))
@@ -357,11 +360,8 @@ def _together(parts: list[Verification], policy: str) -> Verification:
     judged = [part for part in parts if part.broken] or parts
 
     def merged(name: str) -> Any:
-        values = [
-            getattr(part, name) for part in (judged if name in ("largest_difference", "noise", "runs") else parts)
-        ]
-        if name == "offloaded":
-            return None
+        of_parts = judged if name in ("largest_difference", "noise", "runs") else parts
+        values = [getattr(part, name) for part in of_parts]
         if name == "recompute":
             profiles = [profile for profile in values if profile is not None]
             return functools.reduce(operator.add, profiles) if profiles else None
@@ -377,8 +377,8 @@ def _together(parts: list[Verification], policy: str) -> Verification:
         # A bool is an int in Python, and must not be summed. Of differences and noise, the largest counts.
         return max(values) if name == "runs" or isinstance(values[0], (bool, float)) else sum(values)
 
-    names = [field.name for field in dataclasses.fields(Verification)]
-    return dataclasses.replace(Verification(**{name: merged(name) for name in names}), policy=policy)
+    names = {field.name for field in dataclasses.fields(Verification)} - {"policy", "offloaded"}
+    return Verification(policy=policy, **{name: merged(name) for name in names})
 
 
 def _raise_if_broken(result: Verification) -> None:
@@ -409,24 +409,8 @@ def _raise_if_broken(result: Verification) -> None:
         )
 
 
-def _run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run a forward with gradients on, on copies of the inputs. No backward of the whole model follows."""
-    args, kwargs = fresh((args, kwargs))
-    with contextlib.ExitStack() as stack, torch.enable_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                # Without no_sync, the next forward would wait for a backward.
-                stack.enter_context(module.no_sync())
-        return model(*args, **kwargs)
-
-
-def _full_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
 def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.no_grad():
-        regions.append((function, *fresh((args, kwargs))))
+    regions.append((function, *fresh((args, kwargs))))
     return _full_checkpoint(function, *args, **kwargs)
 
 

@@ -19,7 +19,6 @@ from fastac.engine import host_memory
 from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import state_of
 from fastac.engine.process import process
-from fastac.engine.ranks import Group
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
@@ -35,6 +34,7 @@ from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.noise import ComparedSteps
+from fastac.verification.ranks import Group
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import Step, floating, run_step
 
@@ -110,7 +110,7 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
 
 
 class Ways:
-    """The ways to checkpoint one model, one at a time."""
+    """The ways to checkpoint one model, one at a time. The first that runs is the reference of all others."""
 
     def __init__(self, workload: Workload, budget: int | None = None, offload: bool = False) -> None:
         self.workload = workload
@@ -118,8 +118,10 @@ class Ways:
         """Bytes of saved outputs for "planned". None means those of attn_only, which `planned` finds out."""
         self.offload = offload
         self.variants = VARIANTS | (OFFLOADED if offload else {})
-        self.current = ""
-        """The name of the way that is switched on."""
+        self.expected: Step | None = None
+        """The first step of the reference."""
+        # Its name, and the largest difference between runs of it.
+        self.reference, self.noise = "", 0.0
         self.off()
 
     @functools.cached_property
@@ -157,11 +159,39 @@ class Ways:
             # Values are compared in the steps 0, 1, 2, 4, 8, ...: this number is far from the next power of two.
             state_of(block).step = 2**20 + 1
 
-    @property
-    def chosen(self) -> str:
-        """What "auto" chose, if it is switched on, in a line."""
-        enabled = hook.enabled_on(self.workload.model)
-        return "" if enabled is None else enabled.plan_in_words
+    def compare(self) -> Mapping[str, Any]:
+        """Figures of the way that is switched on. `fastac.verify`'s judge compares it with the reference."""
+        name = self.current
+        # An earlier way may have been refused, or have run out of memory: it is no reference.
+        if self.expected is None:
+            self.reference, self.expected = name, self._step(name)
+        # Every comparison begins with the first step, and runs its way again only if results differ.
+        known = [replace(self.expected)]
+        compared = ComparedSteps(
+            Group(),
+            lambda is_counted: known.pop() if known else self._step(self.reference, is_counted),
+            functools.partial(self._step, name),
+        )
+        runs = compared.runs
+        self.noise = max(self.noise, *runs.noise.values())
+        return {
+            "attention": sum(compared.later.executions),
+            "compared": len(runs.reference),
+            "different": len(runs.different),
+            "broken": len(runs.broken()),
+            "largest_difference": max(runs.different.values(), default=0.0),
+            "runs": runs.count,
+            "is_deterministic": compared.is_deterministic,
+        }
+
+    def _step(self, name: str, is_counted: bool = True) -> Step:
+        """A step of a way, which is switched on for it."""
+        if self.current != name:
+            self.to(name)
+        step = run_step(self.workload.model, self.workload.model, (), self.workload.inputs, is_counted)
+        # On a GPU, the tensors would count as bytes of the next step.
+        step.tensors = {name: None if tensor is None else tensor.cpu() for name, tensor in step.tensors.items()}
+        return step
 
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks, if the way that is switched on uses `fastac.enable`."""
@@ -170,7 +200,7 @@ class Ways:
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""
-        self.current = ""
+        self.current = ""  # the name of the way that is switched on
         # This comes first: it restores the switch of the model itself, which is switched off next.
         hook.disable(self.workload.model)
         self.workload.model.disable_gradient_checkpointing()
@@ -255,7 +285,6 @@ def bench(
     could be run.
     """
     ways = Ways(workload, budget, offload)
-    reference = _Reference(ways)
     rows: dict[str, Measurement] = {}
     for name in ways.variants:
         if name in left_out:
@@ -265,12 +294,12 @@ def bench(
         try:
             ways.to(name)
             held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
-            row = Measurement(name, held_bytes=held, peak_bytes=peak, chosen=ways.chosen)
+            row = Measurement(name, held_bytes=held, peak_bytes=peak, chosen=hook.plan_in_words(workload.model))
             if (moved := offloaded_by(ways.blocks())) is not None:
                 waited = moved.waited_bytes if workload.device.type == "cuda" else ()
                 row = replace(row, host_bytes=moved.host_bytes, copies=moved.copies, waited_bytes=waited)
             workload.release()
-            rows[name] = replace(row, **reference.compare(name))
+            rows[name] = replace(row, **ways.compare())
         except FAILURES as error:
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
@@ -282,54 +311,10 @@ def bench(
     # A way that ran in its warm-up may fail in a later round. Its row then has no figures.
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
     ways.off()
-    if reference.step is None:
+    if not ways.reference:
         raise FastacError(f"bench {subject}: no step could be run here: {next(iter(rows.values())).problem}")
     of_all = subject, workload.device.type, rounds, workload.weights, ways.budget
-    return Measurements(*of_all, reference.name, reference.noise, tuple(rows.values()))
-
-
-class _Reference:
-    """The first way that runs, with which `fastac.verify`'s judge compares all of them."""
-
-    def __init__(self, ways: Ways) -> None:
-        self.ways, self.name, self.noise = ways, "", 0.0
-        self.step: Step | None = None
-
-    def compare(self, name: str) -> Mapping[str, Any]:
-        """Figures of the way that is switched on."""
-        # An earlier way may have been refused, or have run out of memory: it is no reference.
-        if self.step is None:
-            self.name, self.step = name, _step(self.ways, name)
-        # Every comparison begins with the first step, and runs its way again only if results differ.
-        known = [replace(self.step, tensors=dict(self.step.tensors))]
-        compared = ComparedSteps(
-            Group(),
-            lambda is_counted: known.pop() if known else _step(self.ways, self.name, is_counted),
-            lambda is_counted: _step(self.ways, name, is_counted),
-            forget=lambda: None,
-            with_buffers=True,
-        )
-        runs = compared.runs
-        self.noise = max(self.noise, *runs.noise.values())
-        return {
-            "attention": sum(compared.later.executions),
-            "compared": len(runs.reference),
-            "different": len(runs.different),
-            "broken": len(runs.broken()),
-            "largest_difference": max(runs.different.values(), default=0.0),
-            "runs": runs.count,
-            "is_deterministic": compared.is_deterministic,
-        }
-
-
-def _step(ways: Ways, name: str, is_counted: bool = True) -> Step:
-    """A step of a way, which is switched on for it."""
-    if ways.current != name:
-        ways.to(name)
-    step = run_step(ways.workload.model, ways.workload.model, (), ways.workload.inputs, is_counted)
-    # On a GPU, the tensors would count as bytes of the next step.
-    step.tensors = {name: None if tensor is None else tensor.cpu() for name, tensor in step.tensors.items()}
-    return step
+    return Measurements(*of_all, ways.reference, ways.noise, tuple(rows.values()))
 
 
 # The figures

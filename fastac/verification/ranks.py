@@ -1,15 +1,12 @@
-"""Several processes: what all must agree on, because an error on only one of them hangs the others."""
+"""The ranks that verify: all take the same steps, because an error on only one of them hangs the others."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fastac.engine import torch_private
 from fastac.errors import rank
 
 Result = TypeVar("Result")
@@ -24,20 +21,6 @@ class OtherRankFailed(Exception):  # noqa: N818 it carries the error of another 
     def __init__(self, error_name: str, message: str) -> None:
         super().__init__(message)
         self.error_name = error_name
-
-
-def least_of_ranks(name: str, values: Sequence[float], timeout: timedelta) -> list[float]:
-    """The least of each value on all ranks, which use the same name. This rank's own values if there is one process.
-
-    Unlike a collective, this leaves nothing behind if a rank does not come. Raises RuntimeError after `timeout` then.
-    """
-    if not rank() or dist.get_backend() == "fake":
-        return list(values)
-    store = torch_private.default_store()
-    keys = [f"fastac/{name}/{number}" for number in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], json.dumps(list(values)))
-    store.wait(keys, timeout)
-    return [min(of_ranks) for of_ranks in zip(*(json.loads(store.get(key)) for key in keys), strict=True)]
 
 
 class Group:
