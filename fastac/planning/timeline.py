@@ -226,7 +226,7 @@ class Timeline:
         ]
         return max(rates, default=0.0)
 
-    def more(
+    def spare_steps(
         self, longer: Timeline, steps: int, policies: Policies, memory: int, gradient_shards: int = 1
     ) -> int | None:
         """How many steps of frames more fit a memory than this timeline has. Below 0: so many fewer.

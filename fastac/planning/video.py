@@ -234,7 +234,7 @@ class _Search:
         near, far = self.forecasts[self.video.frames], self.forecasts[self.far]
         policies, room = near.policies(ROWS[policy]), memory - near.states.total - near.wider
         steps = (self.far - self.video.frames) // self.step
-        more = near.step(ROWS[policy]).more(far.step(ROWS[policy]), steps, policies, room, near.gpus)
+        more = near.step(ROWS[policy]).spare_steps(far.step(ROWS[policy]), steps, policies, room, near.gpus)
         longest = None if more is None else max(0, self.video.frames + more * self.step)
         return None if longest is None or longest > FARTHEST * self.far else longest
 
