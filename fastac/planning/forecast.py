@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ import torch
 from fastac.errors import FastacError
 from fastac.planning.fake_model import FakeModel
 from fastac.planning.fake_weights import stored_bytes
-from fastac.planning.ranking import Output, filled, ranked
+from fastac.planning.ranking import Output, filled, marks_of, ranked
 from fastac.planning.simulation import Split, simulate
 from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_name
 from fastac.policy import NAMED, AnyPolicy, Policy
@@ -157,7 +156,7 @@ class Forecast:
         return candidates
 
     def outputs(self, linear: bool = True) -> dict[str, list[Candidate]]:
-        """Block name -> the outputs that a policy could save. linear: whether those of Linear modules are among them."""
+        """Block name -> the outputs that a policy could save. linear: whether of Linear modules, too."""
         return {
             block: [out for out in listed if out.name not in ("", EXCHANGED) and (linear or out.keys)]
             for block, listed in self.candidates().items()
@@ -165,10 +164,8 @@ class Forecast:
 
     def saving(self, chosen: Iterable[Output], collectives: str = "save") -> dict[str, Policy]:
         """The policies of all blocks that save these outputs; "save": and those of collectives."""
-        candidates, marks = self.candidates(), defaultdict[str, set[str | int]](set)
-        for out in chosen:
-            marks[out.block].add(out.mark)
-        return {block: policy_of(marks[block], listed, collectives) for block, listed in candidates.items()}
+        marks = marks_of(chosen)
+        return {block: policy_of(marks[block], listed, collectives) for block, listed in self.candidates().items()}
 
     def smallest(self, linear: bool = True) -> int | None:
         """The fewest bytes with which `within` saves something; None if there is nothing to save."""
@@ -218,7 +215,7 @@ class Forecast:
         return {block: replace(policy, offload=offload) for block, policy in best.items()}
 
 
-def policy_of(marks: Collection[str | int], candidates: Sequence[Candidate], collectives: str) -> Policy:
+def policy_of(marks: Collection[str | int], candidates: Sequence[Candidate], collectives: str = "save") -> Policy:
     """The policy with which a block saves the outputs of Linear modules, and attention over so many keys and more."""
     keys = [mark for mark in marks if isinstance(mark, int)]
     linear = tuple(dict.fromkeys(out.name for out in candidates if not out.keys and out.name in marks))

@@ -1,9 +1,9 @@
 """Three places for what a block could save: it is run again, stays on the device, or waits on the host.
 
 The first blocks of a model wait on the host: backward needs them last, so their copies free memory for the longest
-time. The other blocks stay on the device. So a choice is a number of blocks that leave, outputs for these within the
-memory of the host and the rate of its bus, and outputs for the other blocks within the memory of the device. Each of
-the two is a knapsack. One simulated step gives the bytes that are alive at every moment, under any choice.
+time. The other blocks stay on the device. So a choice is a number of blocks that leave, outputs of these within the
+memory of the host and the rate of its bus, and outputs of the other blocks within the memory of the device: both by
+`ranking`. One simulated step gives the bytes that are alive at every moment, under any choice.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from fastac.errors import readable_bytes
-from fastac.planning.forecast import ROWS, Forecast
-from fastac.planning.ranking import Output, filled, longest, ranked
+from fastac.planning.forecast import ROWS, Forecast, policy_of
+from fastac.planning.ranking import Output, filled, longest, marks_of, ranked
 from fastac.planning.timeline import Policies
 from fastac.policy import Policy
 
-TRIED = 16
-"""So many numbers of blocks that leave are tried first, and then the numbers around the best of them."""
+TRIED = 8
+"""So many numbers of blocks that leave are tried first, and then numbers around the best of them."""
 
 EVERYTHING = Policy("attn_only", linear=("*",))
 """Saves all outputs that could be saved."""
@@ -68,8 +68,9 @@ class _Search:
 
     def __init__(self, forecast: Forecast, room: Room, linear: bool, gradient_shards: int) -> None:
         self.forecast, self.room, self.gradient_shards, self.step = forecast, room, gradient_shards, forecast.full
-        outputs = forecast.outputs(linear)
-        self.blocks, self.listed = list(outputs), ranked(outputs)
+        self.candidates, self.listed = forecast.candidates(), ranked(forecast.outputs(linear))
+        self.blocks = list(self.candidates)
+        self.policy = functools.cache(self._policy)  # hundreds of mixtures of a few policies are tried
 
     def peak(self, policy: str | Policy) -> int:
         """The peak of a step under one policy for all blocks."""
@@ -90,28 +91,39 @@ class _Search:
 
     def policies(self, chosen: Iterable[Output], leaving: int) -> dict[str, Policy]:
         """The policies that save these outputs. leaving: so many blocks, the first, wait on the host."""
-        policies = self.forecast.saving(chosen)
-        on_host = {block: replace(policies[block], offload=True, keep=1) for block in self.blocks[:leaving]}
-        return policies | on_host
+        marks = marks_of(chosen)
+        return {
+            block: self.policy(block, frozenset(marks[block]), number < leaving)
+            for number, block in enumerate(self.blocks)
+        }
+
+    def _policy(self, block: str, marks: frozenset[str | int], leaves: bool) -> Policy:
+        policy = policy_of(marks, self.candidates[block])
+        return replace(policy, offload=True, keep=1) if leaves else policy
 
     def best(self) -> dict[str, Policy] | None:
-        """The best policies that are found, or a policy by name if that is better; None if none fits."""
+        """The best policies that are found, or policies by name if those are better; None if none fit."""
+        choices = [self.forecast.policies(policy) for policy in ROWS.values() if policy.checkpoints]
+        choices.append(self.leaving(self.best_number(), filled) or {})
+        return min((choice for choice in choices if choice and self.fits(choice)), key=self.cost, default=None)
+
+    def best_number(self) -> int:
+        """How many blocks leave at best: every few numbers are tried, and ever smaller steps around the best."""
 
         @functools.cache
-        def cost(leaving: int) -> tuple[float, int]:
-            chosen = self.leaving(leaving, longest)
-            return self.cost(chosen) if chosen else (math.inf, 0)
+        def cost(number: int) -> tuple[float, int]:
+            choice = self.leaving(number, longest)
+            return self.cost(choice) if choice else (math.inf, 0)
 
-        numbers = range(1, len(self.blocks))
-        most = bisect.bisect_left(numbers, True, key=lambda leaving: not self.leaves_in_time(self.policies((), leaving)))
-        stride = max(1, most // TRIED)
-        nearest = min([*range(0, most, stride), most], key=cost)
-        while stride > 1:
-            stride = (stride + 1) // 2
-            nearest = min((number for number in (nearest - stride, nearest, nearest + stride) if 0 <= number <= most), key=cost)
-        choices = [self.forecast.policies(policy) for policy in ROWS.values() if policy.checkpoints]
-        choices = [*filter(self.fits, choices), self.leaving(nearest, filled)]
-        return min(filter(None, choices), key=self.cost, default=None)
+        most = bisect.bisect_left(
+            range(1, len(self.blocks)), True, key=lambda number: not self.leaves_in_time(self.policies((), number))
+        )
+        step = max(1, most // TRIED)
+        best: int = min([*range(0, most, step), most], key=cost)
+        while step > 1:
+            step = (step + 1) // 2
+            best = min([max(0, best - step), best, min(most, best + step)], key=cost)
+        return best
 
     def leaving(self, number: int, choose: Callable[..., list[Output]]) -> dict[str, Policy] | None:
         """The best choice if so many blocks leave; None if none fits. choose: a function of `ranking`."""
@@ -121,8 +133,9 @@ class _Search:
 
         if not fits(()):
             return None
-        leaving, chosen = self.blocks[:number], []
-        for leaves in (True, False):
+        leaving = self.blocks[:number]
+        chosen: list[Output] = []
+        for leaves in (True, False):  # what leaves makes room for what stays
             chosen = choose([out for out in self.listed if (out.block in leaving) == leaves], fits, chosen)
         return self.policies(chosen, number)
 

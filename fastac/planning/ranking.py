@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fastac.planning.timeline import Candidate
 
 
 class Output(NamedTuple):
-    """All calls of a Linear module of one block, or all its attention over so many keys."""
+    """What one mark saves in one block: all calls of a Linear module, or attention over so many keys."""
 
     block: str
     # Name of the Linear module, or number of keys.
@@ -25,25 +25,26 @@ class Output(NamedTuple):
     flops: int
 
 
+Fits = Callable[[Sequence[Output]], bool]
+"""Whether outputs fit together. If they do, so do fewer of them."""
+
+
 def ranked(outputs: Mapping[str, Sequence[Candidate]]) -> list[Output]:
     """All outputs that avoid FLOPs, the most for a byte first. Of equal ones, those of the last block come first.
 
-    Backward releases the outputs of the last blocks first.
+    Backward releases the outputs of the last block first.
 
     outputs: block name -> outputs, in the order of the forward.
     """
     found = []
-    for block, listed in reversed(outputs.items()):
+    for block in reversed(list(outputs)):
         sizes, flops = Counter[str | int](), Counter[str | int]()
-        for out in listed:
+        for out in outputs[block]:
             sizes[out.keys or out.name] += out.bytes
             flops[out.keys or out.name] += out.flops
         found += [Output(block, mark, sizes[mark], flops[mark]) for mark in sizes if flops[mark]]
+    # Equal outputs of all blocks stand together.
     return sorted(found, key=lambda out: (-out.flops / max(1, out.bytes), -out.bytes, str(out.mark)))
-
-
-Fits = Callable[[Sequence[Output]], bool]
-"""Whether outputs fit together. If they do, so do fewer of them."""
 
 
 def longest(listed: Sequence[Output], fits: Fits, taken: Sequence[Output] = ()) -> list[Output]:
@@ -54,9 +55,19 @@ def longest(listed: Sequence[Output], fits: Fits, taken: Sequence[Output] = ()) 
 
 
 def filled(listed: Sequence[Output], fits: Fits, taken: Sequence[Output] = ()) -> list[Output]:
-    """The same, and then of each run of equal outputs behind it as many as fit."""
+    """The same, and of the equal outputs behind that beginning as many as fit, kind by kind."""
     chosen = longest(listed, fits, taken)
     rest = listed[len(chosen) - len(taken) :]
-    for _, run in itertools.groupby(rest, key=lambda out: (out.bytes, out.mark)):
-        chosen = longest(list(run), fits, chosen)
+    for _, equal in itertools.groupby(rest, key=lambda out: (out.mark, out.bytes)):
+        kind = list(equal)
+        if fits([*chosen, kind[0]]):  # mostly not: this saves a bisection
+            chosen = longest(kind, fits, chosen)
     return chosen
+
+
+def marks_of(chosen: Iterable[Output]) -> defaultdict[str, set[str | int]]:
+    """Block name -> the marks of its outputs."""
+    marks = defaultdict[str, set[str | int]](set)
+    for out in chosen:
+        marks[out.block].add(out.mark)
+    return marks
