@@ -51,7 +51,7 @@ def choose(
         linear: whether outputs of Linear modules may be saved.
         gradient_shards: by default the number of GPUs; a large number if the gradients are allocated already.
     """
-    search = _Search(forecast, room, linear, gradient_shards or forecast.gpus)
+    search = _Places(forecast, room, linear, gradient_shards or forecast.gpus)
     # Without checkpointing nothing is run again either, and nothing has to be stored and put back. It holds more than
     # all outputs that could be saved.
     if search.peak(EVERYTHING) <= room.memory and search.peak("none") <= room.memory:
@@ -63,7 +63,7 @@ def choose(
     return found
 
 
-class _Search:
+class _Places:
     """A search for the policies of all blocks of one model on one size of inputs."""
 
     def __init__(self, forecast: Forecast, room: Room, linear: bool, gradient_shards: int) -> None:
