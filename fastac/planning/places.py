@@ -104,7 +104,8 @@ class _Places:
     def best(self) -> dict[str, Policy] | None:
         """The best policies that are found, or policies by name if those are better; None if none fit."""
         choices = [self.forecast.policies(policy) for policy in ROWS.values() if policy.checkpoints]
-        choices.append(self.leaving(self.best_number(), filled) or {})
+        number = self.best_number()
+        choices += [self.leaving(near, filled) or {} for near in range(max(0, number - 1), number + 2)]
         return min((choice for choice in choices if choice and self.fits(choice)), key=self.cost, default=None)
 
     def best_number(self) -> int:
