@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fastac.errors import FastacError
-from fastac.planning import knapsack
 from fastac.planning.fake_model import FakeModel
 from fastac.planning.fake_weights import stored_bytes
+from fastac.planning.ranking import Output, filled, marks_of, ranked
 from fastac.planning.simulation import Split, simulate
 from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_name
 from fastac.policy import NAMED, AnyPolicy, Policy
@@ -149,31 +148,30 @@ class Forecast:
         """A step with full checkpointing of all blocks."""
         return self.step("full")
 
-    def outputs(self) -> dict[str, list[Candidate]]:
-        """Block name -> the outputs that a policy of the block could save."""
-        outputs: dict[str, list[Candidate]] = {}
-        for region, candidates in self.full.candidates.items():
-            savable = [candidate for candidate in candidates if candidate.name not in ("", EXCHANGED)]
-            outputs.setdefault(block_name(region), []).extend(savable)
-        return outputs
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """Block name -> its candidates, in the order of the forward. Blocks that do not run come last."""
+        step, candidates = self.full, dict[str, list[Candidate]]()
+        for region in dict.fromkeys([*step.begins, *step.candidates]):
+            candidates.setdefault(block_name(region), []).extend(step.candidates[region])
+        return candidates
 
-    def exchanged(self) -> Counter[str]:
-        """Block name -> bytes of the outputs of its collectives."""
-        exchanged = Counter[str]()
-        for region, candidates in self.full.candidates.items():
-            exchanged[block_name(region)] += sum(out.bytes for out in candidates if out.name == EXCHANGED)
-        return exchanged
+    def outputs(self, linear: bool = True) -> dict[str, list[Candidate]]:
+        """Block name -> the outputs that a policy could save. linear: whether of Linear modules, too."""
+        return {
+            block: [out for out in listed if out.name not in ("", EXCHANGED) and (linear or out.keys)]
+            for block, listed in self.candidates().items()
+        }
+
+    def saving(self, chosen: Iterable[Output], collectives: str = "save") -> dict[str, Policy]:
+        """The policies of all blocks that save these outputs; "save": and those of collectives."""
+        marks = marks_of(chosen)
+        return {block: policy_of(marks[block], listed, collectives) for block, listed in self.candidates().items()}
 
     def smallest(self, linear: bool = True) -> int | None:
         """The fewest bytes with which `within` saves something; None if there is nothing to save."""
-        sizes: Counter[tuple[str, int, str]] = Counter()
-        for block, outputs in self.outputs().items():
-            # Attention over fewer keys than the most is saved only together with the longest.
-            longest = max((out.keys for out in outputs), default=0)
-            for out in outputs:
-                if out.flops and out.keys in (longest, 0) and (linear or out.keys):
-                    sizes[block, out.keys, "" if out.keys else out.name] += out.bytes
-        return min(sizes.values(), default=None)
+        # Attention over fewer keys than the most is saved only together with the longest.
+        alone = (self.saving([out], "recompute") for out in ranked(self.outputs(linear)))
+        return min(map(self.full.saved_bytes, alone), default=None)
 
     def peak(self, policy: AnyPolicy) -> int:
         """The most bytes that are allocated at one time under a policy."""
@@ -204,31 +202,28 @@ class Forecast:
         linear: whether outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait
         in host memory.
         """
-        outputs = {block: [out for out in savable if linear or out.keys] for block, savable in self.outputs().items()}
-        exchanged = self.exchanged()
-        left = limit - exchanged.total()
-        collectives, left = ("save", left) if left >= 0 else ("recompute", limit)
-        chosen = {
-            block: policy_of(marks, outputs[block], collectives, exchanged[block] > 0)
-            for block, marks in knapsack.choose_outputs(outputs, left).items()
-        }
-        # Long lists of sums are thinned: then a policy by name may be slightly better.
+        step = self.full
+        collectives = "save" if step.saved_bytes(self.saving((), "save")) <= limit else "recompute"
+
+        def fits(chosen: Sequence[Output]) -> bool:
+            return step.saved_bytes(self.saving(chosen, collectives)) <= limit
+
+        chosen = self.saving(filled(ranked(self.outputs(linear)), fits), collectives)
         choices = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
-        fitting = [choice for choice in choices if self.full.saved_bytes(choice) <= limit]
-        best = min(fitting, key=self.full.recomputed)
+        fitting = [choice for choice in choices if step.saved_bytes(choice) <= limit]
+        best = min(fitting, key=step.recomputed)
         return {block: replace(policy, offload=offload) for block, policy in best.items()}
 
 
-def policy_of(
-    marks: Collection[str | int], outputs: Sequence[Candidate], collectives: str, communicates: bool
-) -> Policy:
-    """The policy that saves these outputs of a block. communicates: whether its attention runs collectives."""
+def policy_of(marks: Collection[str | int], candidates: Sequence[Candidate], collectives: str = "save") -> Policy:
+    """The policy with which a block saves the outputs of Linear modules, and attention over so many keys and more."""
     keys = [mark for mark in marks if isinstance(mark, int)]
-    linear = tuple(dict.fromkeys(out.name for out in outputs if not out.keys and out.name in marks))
+    linear = tuple(dict.fromkeys(out.name for out in candidates if not out.keys and out.name in marks))
     if linear and not keys:
         return Policy("linear_only", collectives=collectives, linear=linear)
+    communicates = any(out.name == EXCHANGED and out.bytes for out in candidates)
     # "full" saves no collectives. A block that saves only those has "attn_only" with a min_kv above all its calls.
     if keys or (communicates and collectives == "save"):
-        left_out = [out.keys for out in outputs if out.keys and not (keys and out.keys >= keys[0])]
+        left_out = [out.keys for out in candidates if out.keys and not (keys and out.keys >= min(keys))]
         return Policy("attn_only", max(left_out, default=-1) + 1, collectives, linear)
     return Policy("full")

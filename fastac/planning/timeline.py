@@ -122,6 +122,8 @@ class Timeline:
         self._change = np.array([event.change for event in self.events], np.int64)
         self._owner = np.array([self._numbers.get(event.candidate, -1) for event in self.events], np.int64)
         self._saved: dict[tuple[str, Policy], dict[Place, Candidate]] = {}
+        # The copies of the latest policies.
+        self._copied: tuple[Policies, list[HostCopy]] | None = None
 
     def saved(self, policies: Policies) -> dict[Place, Candidate]:
         """The candidates that policies save."""
@@ -176,6 +178,12 @@ class Timeline:
         when the next region begins, or the forward ends. A region returns while the region after it is recomputed. A
         storage leaves with the last region that holds it. It stays if one of these regions does not offload it.
         """
+        # A search asks for the peak of policies, and then for what these copies take.
+        if self._copied is None or self._copied[0] != policies:
+            self._copied = dict(policies), self._host_copies(policies)
+        return self._copied[1]
+
+    def _host_copies(self, policies: Policies) -> list[HostCopy]:
         policy = {region: policies[block_name(region)] for region in self.begins}
         regions = [region for region in self.begins if policy[region].checkpoints]
         # A region that begins only once is not recomputed: it holds nothing that could leave.
@@ -183,14 +191,16 @@ class Timeline:
         numbers = {region: number for number, region in enumerate(order)}
         saved, sizes = self.saved(policies), Counter[int]()
         for storage in self.storages:
+            # The engine leaves inputs of several regions, and small storages, where they are.
+            stays = len(storage.inputs_of) > 1 or storage.bytes < offload.SMALLEST
+            if stays or not (storage.inputs_of or storage.candidate in saved):
+                continue
             # Number of each region that holds the storage -> whether it offloads it. -1: it offloads nothing.
             leaves_with = {numbers.get(region, -1): policy[region].offloads_inputs for region in storage.inputs_of}
             if storage.candidate in saved:
                 region, _ = storage.candidate
                 leaves_with[numbers.get(region, -1)] = policy[region].offloads_outputs
-            # The engine leaves inputs of several regions, and small storages, where they are.
-            stays = len(storage.inputs_of) > 1 or storage.bytes < offload.SMALLEST
-            if leaves_with and all(leaves_with.values()) and not stays:
+            if all(leaves_with.values()):
                 sizes[max(leaves_with)] += storage.bytes
         forwards = [self.begins[region][0] for region in regions]
         forwards.append(Moment(self.forward_ends - 1, self.flops["forward"]))
