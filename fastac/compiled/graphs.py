@@ -1,15 +1,14 @@
 """The decisions that AOT was told while it traced regions, by compilation, for `fastac.report`.
 
-A region in a graph cannot be seen while it runs. So `TracedRegions` notes the decisions while AOT traces.
+A region in a graph cannot be seen while it runs. So the decisions are noted while AOT traces.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,33 +22,26 @@ from fastac.policy import Policy
 from fastac.registry import BoundOp
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedCall:
+class TracedCall(NamedTuple):
     """One attention call in a region that AOT traced."""
 
+    # So many compilations had begun by then.
+    compilation: int
     policy: Policy
     call: Call
+    # The modules around the call, outer first: the part of the name that is known, and the class.
     modules: tuple[tuple[str, str], ...]
-    """The modules around the call, outer first: the part of the name that is known, and the class."""
 
 
-@dataclasses.dataclass
-class TracedRegions:
-    """The regions of one compilation."""
-
-    compilation: int = 0
-    """So many compilations had begun when it was made (`compilations.so_far`)."""
-    calls: list[TracedCall] = dataclasses.field(default_factory=list)
-
-    def add(self, policy: Policy, op: BoundOp, keys: Any, saved: bool, outputs: Any) -> None:
-        """Note the decision about a call that is being traced."""
-        tensors = [value for value in engine_private.tree_leaves(outputs) if saved and isinstance(value, torch.Tensor)]
-        size = sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
-        self.calls.append(TracedCall(policy, Call(op.name, _hint(keys), saved, size), _modules_here()))
+def traced_call(policy: Policy, op: BoundOp, keys: Any, saved: bool, outputs: Any) -> TracedCall:
+    """The decision about a call that is being traced."""
+    tensors = [value for value in engine_private.tree_leaves(outputs) if saved and isinstance(value, torch.Tensor)]
+    size = sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    return TracedCall(compilations.count, policy, Call(op.name, _hint(keys), saved, size), _modules_here())
 
 
-def _traced() -> dict[str, TracedRegions]:
-    """Regions by the id of their compilation, since the last reset of dynamo, which gives the same ids again."""
+def _traced() -> dict[str, list[TracedCall]]:
+    """Calls in regions, by the id of their compilation; since dynamo was reset, as it gives the same ids again then."""
     compilations.so_far()
     if process.dynamo_resets != compilations.resets:
         process.dynamo_resets = compilations.resets
@@ -57,10 +49,10 @@ def _traced() -> dict[str, TracedRegions]:
     return process.traced
 
 
-def note_region() -> TracedRegions:
-    """The regions of the compilation in this thread, which has one. Works also if AOT takes its graph from a cache."""
+def note_region() -> list[TracedCall]:
+    """The calls of the compilation in this thread, which has a region. Also if AOT takes its graph from a cache."""
     name = torch_private.compile_id()
-    return TracedRegions() if name is None else _traced().setdefault(name, TracedRegions(compilations.count))
+    return [] if name is None else _traced().setdefault(name, [])
 
 
 def has_regions(nodes: Sequence[Any]) -> bool:
@@ -87,19 +79,19 @@ def decided(
     block. So two models of one class are distinguished only by the ids.
     """
     decisions: dict[str, list[Call]] = {}
-    for compile_id, traced in _traced().copy().items():
+    for compile_id, traced_calls in _traced().copy().items():
         calls: dict[str, list[Call]] = collections.defaultdict(list)
-        for traced_call in traced.calls if ids is None or compile_id in ids else ():
+        for traced in traced_calls if ids is None or compile_id in ids else ():
             # Dynamo's paths end with the block's name, and begin wherever the compiled code does.
             names = [
                 name
                 for name, (block_class, policy, since) in blocks.items()
-                if policy == traced_call.policy
+                if policy == traced.policy
                 and traced.compilation > since
-                and any(cls == block_class and f".{path}".endswith(f".{name}") for path, cls in traced_call.modules)
+                and any(cls == block_class and f".{path}".endswith(f".{name}") for path, cls in traced.modules)
             ]
             if names:
-                calls[max(names, key=len)].append(traced_call.call)
+                calls[max(names, key=len)].append(traced.call)
         decisions.update(calls)
     return decisions
 

@@ -196,7 +196,7 @@ def traced_contexts(policy: Policy) -> Contexts:
         saved = decisions.of(op, args, kwargs, context.op_output)
         bound = classify(op)
         if bound is not None and bound.is_attention:
-            traced.add(policy, bound, bound.keys(args, kwargs), bool(saved), context.op_output)
+            traced.append(graphs.traced_call(policy, bound, bound.keys(args, kwargs), bool(saved), context.op_output))
         if saved and torch_private.in_proxy_trace():  # without a trace the policy is asked for a plan
             decisions.budget = min(decisions.budget, torch_private.memory_budget())
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
