@@ -21,7 +21,7 @@ from fastac.models.videos import Video
 from fastac.planning import Plan, places
 from fastac.planning.fake_model import DEVICES
 from fastac.planning.forecast import OPTIMIZERS, ROWS, PolicyFigures
-from fastac.planning.plans import AUTO, GBPS, TFLOPS, WITHIN, parse_bytes, room_of
+from fastac.planning.plans import AUTO, GBPS, TFLOPS, WITHIN, parse_bytes
 from fastac.planning.tables import console
 from fastac.planning.video import Tell, Training, plan_video
 
@@ -219,7 +219,7 @@ def plot(plan: Plan, path: str | Path) -> None:
 def best_rows(plan: Plan, host: int) -> list[PolicyFigures]:
     """The best policies for a dozen memories of the device, from the least that fits to all that outputs could take.
 
-    host: bytes of the host, as in `room_of`.
+    host: bytes of the host.
     """
     forecast = plan.forecast
     peaks = {row.peak_bytes for row in plan.policies if row.policy != "none"}
@@ -227,7 +227,7 @@ def best_rows(plan: Plan, host: int) -> list[PolicyFigures]:
     between = {int(least * (most / least) ** (number / 8)) for number in range(1, 8)}
     rows = []
     for memory in sorted(peaks | between | {most}):
-        room = room_of(forecast, memory, host, plan.gbps, plan.tflops)
+        room = plan.room(memory, host)
         policies = places.choose(forecast, room)
         if policies is not None and (row := forecast.figures(policies)).bytes_per_flop <= room.bytes_per_flop:
             rows.append(row)

@@ -32,12 +32,12 @@ import torch.distributed as dist
 from fastac.engine import host_memory, kinds, torch_private
 from fastac.engine.beginning import autocast_state
 from fastac.engine.blocks import signature
-from fastac.engine.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.engine.process import process
 from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, class_name, rank, readable_bytes
 from fastac.planning import places
+from fastac.planning.device_memory import UNCOUNTED, DeviceMemory, memory_of
 from fastac.planning.fake_model import Arguments, fake_model
 from fastac.planning.fake_weights import gpus_of, stored_bytes
 from fastac.planning.forecast import OPTIMIZERS, Forecast, PolicyFigures, States

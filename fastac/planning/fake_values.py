@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastac.engine import torch_private
@@ -106,12 +105,8 @@ class KnownValues:
             return True
         if "empty" in name:  # its output has no values, whatever tensor it is made like
             return False
-        has_tensors = False
-        for tensor in _tensors((args, kwargs)):
-            if tensor not in self._values:
-                return False
-            has_tensors = True
-        return has_tensors or name in CONSTANTS
+        tensors = list(_tensors((args, kwargs)))
+        return all(tensor in self._values for tensor in tensors) and (bool(tensors) or name in CONSTANTS)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The outputs of an operation on the known values, on the CPU."""
@@ -133,17 +128,6 @@ class KnownValues:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         self.learn(fake, value)
         return fake
-
-
-class Following(TorchDispatchMode):
-    """Runs operations on fake tensors, and on their values if these are known."""
-
-    def __init__(self, known: KnownValues) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.known.run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -143,15 +143,22 @@ class Plan:
                 'plan.within: give either bytes of saved outputs, within("24GiB") or within("24GiB", offload=True), or '
                 'the memory of the device, within(memory="72GiB") or within(memory="72GiB", host="64GiB")'
             )
-        room = room_of(self.forecast, parse_bytes(memory), parse_bytes(host), gbps, self.tflops)
+        room = self.room(parse_bytes(memory), parse_bytes(host), gbps)
         chosen = policies_in_room(self.forecast, room, linear)
         if chosen is None:
             raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {self._missing(room)}")
         return chosen
 
-    def room(self, memory: int) -> Room:
-        """What a step may use of a memory, and of the plan's host."""
-        return room_of(self.forecast, memory, self.host, self.gbps, self.tflops)
+    def room(self, memory: int, host: int | None = None, gbps: float | None = None) -> Room:
+        """What a step may use besides weights and optimizer. Raises FastacError for a rate that is not above 0.
+
+        host, gbps: by default the plan's.
+        """
+        host, gbps = self.host if host is None else host, self.gbps if gbps is None else gbps
+        if not (gbps > 0 and self.tflops > 0):
+            raise FastacError(f"plan: {gbps:g} GB/s beside {self.tflops:g} TFLOP/s: two numbers above 0 were expected")
+        forecast = self.forecast
+        return Room(memory - forecast.states.total - forecast.wider, host, gbps * 1e9 / (self.tflops * 1e12))
 
     def _missing(self, room: Room) -> str:
         states = readable_bytes(self.states.total)
@@ -192,7 +199,7 @@ class Plan:
         return min(fitting, key=lambda row: (row.bytes_per_flop > room.bytes_per_flop, row.flops), default=None)
 
     def _captions(self) -> list[str]:
-        states = self.states
+        states, best = self.states, self.best
         sizes = {"weights": states.weights, "gradients": self.gradients, "optimizer": states.optimizer}
         sizes |= {"gathered": states.gathered} if states.gathered else {}
         lines = [f"peak: with {', '.join(f'{name} {readable_bytes(size)}' for name, size in sizes.items())}"]
@@ -209,7 +216,6 @@ class Plan:
             )
         if self.blocks:
             lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
-        best = self.best
         if self.memory is not None:
             lines.append(
                 f"memory: {readable_bytes(self.memory)}. The plan leaves no reserve for what it does not count; pass "
@@ -251,6 +257,8 @@ def in_unit(size: int, unit: str) -> str:
 
 def summary(policies: Collection[Policy]) -> str:
     """Counts of blocks by what they do: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
+    if not any(policy.checkpoints for policy in policies):
+        return "no checkpointing"
     counts: Counter[str] = Counter()
     for policy in policies:
         attention = f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"
@@ -258,11 +266,9 @@ def summary(policies: Collection[Policy]) -> str:
     parts = [f"{what} in {count}" for what, count in counts.most_common()]
     if parts:
         parts[0] += f" of {len(policies)} blocks"
-    if not any(policy.checkpoints for policy in policies):
-        parts = ["no checkpointing"]
     on_host = sum(bool(policy.offload) for policy in policies)
     waiting = f"{on_host} of {len(policies)} blocks wait on the host; " * bool(on_host)
-    return f"{waiting}saved: {', '.join(parts) or 'nothing'}" if parts != ["no checkpointing"] else parts[0]
+    return f"{waiting}saved: {', '.join(parts) or 'nothing'}"
 
 
 def plan(
@@ -352,13 +358,6 @@ def policies_within(forecast: Forecast, limit: int, linear: bool, offload: bool)
         why = "no output of a block can be saved" if least is None else f"the smallest output takes {least} bytes"
         logger.warning("plan.within(%s) saves nothing: %s", readable_bytes(limit), why)
     return chosen
-
-
-def room_of(forecast: Forecast, memory: int, host: int, gbps: float, tflops: float) -> Room:
-    """What a step may use besides weights and optimizer. Raises FastacError for a rate that is not above 0."""
-    if not (gbps > 0 and tflops > 0):
-        raise FastacError(f"plan: {gbps:g} GB/s beside {tflops:g} TFLOP/s: two numbers above 0 were expected")
-    return Room(memory - forecast.states.total - forecast.wider, host, bytes_per_flop=gbps * 1e9 / (tflops * 1e12))
 
 
 def policies_in_room(forecast: Forecast, room: Room, linear: bool = True) -> dict[str, Policy] | None:

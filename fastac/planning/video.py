@@ -15,7 +15,6 @@ from fastac.errors import FastacError, readable_bytes
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.fake_model import FakeModel, fake_model
-from fastac.planning.fake_values import Following
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast
 from fastac.planning.plans import (
@@ -200,25 +199,11 @@ class _Search:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return None
 
-    def _takes(self, frames: int) -> bool:
-        """Whether the model takes so many frames. Only its forward runs, which is faster than a simulation."""
-        self.tell(f"forward of {self.configuration.name} on {frames} frames")
-        try:
-            part, _ = self._part(frames)
-            called = self.fake_model.with_inputs(self.configuration.inputs(part))
-            called.attach(lambda block, *args, **kwargs: block(*args, **kwargs))
-            with torch.no_grad(), called.known.mode, Following(called.known):
-                called.model(*called.args, **called.kwargs)
-        except (FastacError, *BREAKS) as error:
-            logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
-            return False
-        return True
-
     def longest(self, policy: str, memory: int) -> int:
         """The most frames with which a step fits a memory, and which the model takes; 0 for none."""
         self.tell(f"longest video under {policy}")
         longest = self._longest_on_line(policy, memory)
-        if longest is not None and (longest == 0 or longest in self.forecasts or self._takes(longest)):
+        if longest == 0 or (longest is not None and self._peak(longest, "full") is not None):
             return longest
         # There is no line, or the model may refuse a video on it. Only simulations show where that begins.
         start = (self.video.frames - 1) // self.step

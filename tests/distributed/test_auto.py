@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import fastac
-from fastac.engine.device_memory import DeviceMemory
 from fastac.hook import enabled_on
 from fastac.planning import auto
+from fastac.planning.device_memory import DeviceMemory
 from tests.distributed import ranks
 from tests.distributed.models import part_of_inputs, sharded, ulysses_stack
 from tests.support import stack, stack_inputs

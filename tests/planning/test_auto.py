@@ -17,8 +17,8 @@ import torch
 
 import fastac
 from fastac import Auto, FastacError
-from fastac.engine.device_memory import DeviceMemory
 from fastac.planning import auto
+from fastac.planning.device_memory import DeviceMemory
 from tests import support
 from tests.live_bytes import LiveBytes
 from tests.planning import planned
