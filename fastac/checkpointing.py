@@ -188,11 +188,6 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
     return checkpointed
 
 
-def _is_captured() -> bool:
-    """Whether a CUDA graph is being captured. During a capture nothing can be read from the device."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 class _RegionCall:
     """Decides how the forward of one region runs, observed or expected, and judges its calls."""
 
@@ -214,7 +209,9 @@ class _RegionCall:
         function, policy, state = self.function, self.policy, self.state
         # In the recompute of another region. It does not begin a step, and its own backward comes at once.
         is_nested = torch_private.in_backward()
-        compares_values = not is_nested and state.begin_region() and not _is_captured()
+        # While a CUDA graph is being captured, nothing can be read from the device.
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        compares_values = not is_nested and state.begin_region() and not is_captured
         tape = observation = stash = None
         if not is_nested:
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))

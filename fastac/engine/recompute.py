@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,11 @@ class Recompute:
         self.findings = Findings(beginning.state)
         # The noise of the coarsest dtype so far. Everything that is computed after it has that noise.
         self.allowed = 0.0
-        weights = [] if beginning.state.writes is False else _weights(beginning)
+        # Version of each weight that the function may write: of modules, and of a wrapper around a block.
+        weights: list[torch.Tensor] = []
+        if beginning.state.writes is not False:
+            weights += itertools.chain(*(module.parameters() for module in beginning.modules))
+            weights += tensors_in(held_by(beginning.function))
         self.versions = {weight: weight._version for weight in weights if not weight.is_inference()}
 
     @torch_private.as_checkpoint_hook
@@ -149,7 +153,8 @@ class Recompute:
         # A Linear module saves a view of its weight. A view of a buffer counts by itself: the view may be a part that
         # was not written.
         written = tensor._base if isinstance(tensor._base, torch.nn.Parameter) else tensor
-        names = {value: name for module in self.beginning.modules for name, value in _state_of(module)}
+        modules = self.beginning.modules
+        names = {value: name for m in modules for name, value in (*m.named_parameters(), *m.named_buffers())}
         if not (isinstance(written, torch.nn.Parameter) or written in names) or self._writes(written):
             return
         name = names.get(written, f"a parameter {tuple(written.shape)}")
@@ -159,12 +164,10 @@ class Recompute:
             self.difference = difference
 
     def _has_equal_values(self, weight: torch.Tensor, position: int, difference: str) -> bool:
-        """Whether a weight was written with the values that it had. On an accelerator that shows later."""
+        """Whether a weight was written with the values that it had, as far as is known: `check` compares them."""
         if self.fingerprints:
             forward, recomputed = self.fingerprints[position], fingerprint(weight)
             if forward is None or recomputed is None:
-                return False
-            if not forward.is_read_later and relative_difference(forward, recomputed) > 0:
                 return False
             self.findings.differences.append(Difference(forward, recomputed, 0.0, difference))
         return self._is_allowed("weights")
@@ -313,16 +316,6 @@ def _read_at_end_of_backward(findings: Findings) -> None:
         # An error skips the callbacks that come later, and DDP's forwards fail if its own is skipped. So this callback
         # only queues the check, which makes it the last.
         torch_private.at_end_of_backward(functools.partial(torch_private.at_end_of_backward, unread.check))
-
-
-def _weights(beginning: Beginning) -> list[torch.Tensor]:
-    """The weights that a function may write: weights of modules, and weights that a wrapper around a block holds."""
-    weights = itertools.chain(*(module.parameters() for module in beginning.modules))
-    return [*weights, *tensors_in(held_by(beginning.function))]
-
-
-def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def _readable(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device, _: int) -> str:

@@ -84,13 +84,11 @@ class Region:
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function. For backward, autograd saves slots only. observer: is open while the function runs."""
-        with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
-            if self.tape is None:
-                outputs = self.function(*args, **self.beginning.kwargs)
-            else:
-                self.tape.draws = self.draws
-                with self.tape, observer or _NOTHING:
-                    outputs = self.function(*args, **self.beginning.kwargs)
+        if self.tape is not None:
+            self.tape.draws = self.draws
+        hooks = saved_tensors_hooks(self._checkpoint_hook, self._unpack)
+        with hooks, self.tape or _NOTHING, observer or _NOTHING:
+            outputs = self.function(*args, **self.beginning.kwargs)
         self.complete = True
         draws, self.draws = self.draws, None  # it holds states of generators
         if draws is not None and draws.look():

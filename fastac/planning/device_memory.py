@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,16 +23,14 @@ class DeviceMemory(NamedTuple):
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
     """The memory of a device; None if nobody counts it."""
-    if device.type in UNCOUNTED:
-        return None
     # torch.accelerator.get_memory_info is newer than torch 2.9.
-    module = torch.get_device_module(device)
+    module: Any = None if device.type in UNCOUNTED else torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
     free, total = module.mem_get_info(device)
-    allocated = torch.accelerator.memory_allocated(device)
-    unused = torch.accelerator.memory_reserved(device) - allocated
-    usable = allocated + unused + free
+    usable = torch.accelerator.memory_reserved(device) + free
     if hasattr(module, "get_per_process_memory_fraction"):
         usable = min(usable, int(total * module.get_per_process_memory_fraction(device)))
-    return DeviceMemory(allocated, usable, torch.accelerator.max_memory_allocated(device))
+    return DeviceMemory(
+        torch.accelerator.memory_allocated(device), usable, torch.accelerator.max_memory_allocated(device)
+    )
