@@ -17,6 +17,7 @@ import torch
 
 import fastac
 from fastac import Auto, FastacError
+from fastac.hook import enabled_on
 from fastac.planning import auto
 from fastac.planning.device_memory import DeviceMemory
 from tests import support
@@ -240,7 +241,7 @@ def test_inputs_that_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     with enabled(model, stack_inputs(200), 0.5) as device:
         for tokens in (200, 100, 90, 150, 110, 80):
             run(model, stack_inputs(tokens))
-            chosen[tokens] = chosen_for(model)
+            chosen[tokens] = list(map(enabled_on(model).policy_of, model.blocks))
     assert len(device.simulated) == 2
     assert chosen[90] == chosen[80] == chosen[100] != chosen[200] == chosen[150] == chosen[110]
 
