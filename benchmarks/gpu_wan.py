@@ -294,7 +294,7 @@ class Training(ways.Workload):
         return self.forecast.peak(known or self.policy(way))
 
     def to(self, way: str) -> None:
-        """Ways a way on, and warm up. The steps that follow are like most: none compares values."""
+        """Switch a way on, and warm up. The steps that follow are like most: none compares values."""
         self.switch.off()
         gc.collect()  # after a step that ran out of memory
         options = self.case.compiled

@@ -211,7 +211,7 @@ class _RegionCall:
         is_nested = torch_private.in_backward()
         # While a CUDA graph is being captured, nothing can be read from the device.
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        compares_values = not is_nested and state.begin_region() and not is_captured
+        compares_values = not is_nested and state.compares_next() and not is_captured
         tape = observation = stash = None
         if not is_nested:
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))

@@ -360,7 +360,7 @@ def first_blocks(
 
     Args:
         model, blocks: as in `enable`.
-        count: how many blocks are checkpointed, counted over all containers.
+        count: how many blocks are checkpointed, counted over all lists.
         policy: the policy of these blocks.
 
     Returns:

@@ -50,7 +50,7 @@ def _traced() -> dict[str, list[TracedCall]]:
 
 
 def note_region() -> list[TracedCall]:
-    """The calls of the compilation in this thread, which has a region. Also if AOT takes its graph from a cache."""
+    """The list for the calls of the compilation in this thread, which has a region. AOT may use a cached graph."""
     name = torch_private.compile_id()
     return [] if name is None else _traced().setdefault(name, [])
 

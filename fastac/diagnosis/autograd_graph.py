@@ -31,13 +31,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return list(tensors_in(torch_private.tree_leaves(value)))
 
 
-def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
-    """The autograd nodes between a region's inputs and its outputs."""
+def nodes_between(outputs: Any, inputs: Any) -> list[Any]:
+    """The autograd nodes between a region's inputs and its outputs, the first 20,000."""
     # By id, with the node as the value: Python's object of a node goes when nobody holds it, and its id is given away.
     seen: dict[int, Any] = {id(tensor.grad_fn): tensor.grad_fn for tensor in tensors_of(inputs)}
     begin = len(seen)
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(outputs)]
-    while waiting and len(seen) < limit:
+    while waiting and len(seen) < 20000:
         node = waiting.pop()
         if node is not None and id(node) not in seen:
             seen[id(node)] = node

@@ -40,7 +40,7 @@ class Beginning:
     Args:
         function: is called as function(*args, **kwargs).
         args: saved as autograd saves tensors, so that in-place changes are noticed.
-        kwargs: of these the versions are compared.
+        kwargs: of these the versions are compared. `offload` puts what a stash takes in the place of tensors.
         modules: the block, or the modules that the function may run.
         state: what is known of the block.
         draws: recompute draws the random numbers that the forward drew.

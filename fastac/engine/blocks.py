@@ -78,7 +78,7 @@ class BlockState:
     modes: set[tuple[bool, ...]] = dataclasses.field(default_factory=set)
     """Training modes of these modules, as its regions had them."""
 
-    def begin_region(self) -> bool:
+    def compares_next(self) -> bool:
         """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all of their regions.
 
         A step ends with a backward through the block that raises no error.

@@ -62,7 +62,7 @@ class Process:
         self.settled_functions: set[tuple[OpaqueFunction, str]] = set()
         # Calls of visible Functions in the dispatcher, by the op's last argument.
         self.opaque_calls: dict[int, Any] = {}
-        # Readers of what contexts of libraries set, by how a sentence on it begins: fastac.engine.causes.
+        # Readers of what contexts of libraries set, by how a sentence on it begins: fastac.engine.beginning.
         self.settings: dict[str, Callable[[], str]] = {}
         # The largest size of a rank that the host was seen to have memory for.
         self.host_bytes = 0
@@ -93,7 +93,7 @@ class Process:
         self.written_buffers: set[tuple[int, str]] = set()
         # State of modules as regions that are alive began (`fastac.engine.module_state.Snapshot`), by its number.
         self.snapshots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # By backward: comparisons whose numbers are read from an accelerator when the backward ends.
+        # By backward: what its recomputes found, with numbers on an accelerator that are read when it ends.
         self.unread_comparisons: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Regions in graphs that torch.compile made, by the id of the compilation. Other threads add to them.
         self.traced: dict[str, Any] = {}

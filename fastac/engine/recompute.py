@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -251,7 +251,7 @@ class Findings:
             self.state.rewritten |= self.rewritten
         return bool(unread)
 
-    def raise_first(self, differences: Any) -> None:
+    def raise_first(self, differences: Iterable[Difference]) -> None:
         """Raise the error of the first tensor that differs by more than noise."""
         for forward, recomputed, allowed, what in differences:
             apart = relative_difference(forward, recomputed)

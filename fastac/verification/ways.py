@@ -141,7 +141,7 @@ class Ways:
         return Planner(Auto(memory, None if self.offload else 0, "sgd"))
 
     def to(self, name: str) -> None:
-        """Ways a way on and run a step, in which everything is built or cached that is needed once.
+        """Switch a way on and run a step, in which everything is built or cached that is needed once.
 
         The next steps are ordinary ones: none of them compares the values of recompute with those of the forward.
         """
