@@ -217,7 +217,7 @@ class _RegionCall:
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))
         if policy.is_selective:
             self.kind = self._kind()
-            is_observed = self.kind.first is None or self.observed_state.watched.get(self.kind, False)
+            is_observed = self.kind.first is None or self.observed_state.watched.get(self.kind, 0) > 0
             # A kind may be seen first in a step that compares nothing, when a block takes a branch for the first time.
             compares_values = compares_values or (is_observed and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks)
@@ -303,17 +303,14 @@ class _RegionCall:
             if self.policy.linear and self.block is not None:
                 linear.check_called(self.policy, tape.products, self.block, describe(self.function))
             self._remember(result, tape)
-        elif result.count < first.count:
-            self.observed_state.watched[self.kind] = False
-        else:
-            self.observed_state.watched.pop(self.kind, None)
+        elif left := self.observed_state.watched.get(self.kind):
+            self.observed_state.watched[self.kind] = 0 if result.count < first.count else left - 1
         self._note(region, result, tape)
         return outputs
 
     def _run_expected(self, region: Region, tape: Tape) -> Any:
         """Run a region that should make the calls of the first one of its kind. If it makes fewer, watch the next."""
-        outputs = region.forward(self.args)
-        first = self.kind.first
+        outputs, first = region.forward(self.args), self.kind.first
         assert first is not None
         result = first
         # A backend that is set after the first region decomposes attention in later ones. The tape sees that by itself.
@@ -326,7 +323,7 @@ class _RegionCall:
                 # Compiled code can only be observed by running it again, and ranks may communicate in it.
                 every_step.warn_of_fewer(self.function)
             elif result.count < first.count:
-                self.observed_state.watched.setdefault(self.kind, True)
+                self.observed_state.watched.setdefault(self.kind, self.observed_state.WATCHED)
         self._note(region, result, tape)
         return outputs
 

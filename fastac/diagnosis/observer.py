@@ -166,8 +166,9 @@ class Observer(PassThrough):
         elif bound.kind == "other":
             return
         elif bound.qualified_name not in process.installed:
-            self.findings[op] = f"the library of {bound.name} was loaded just now: import it before"
             process.modules = None  # so that the next region looks for ops, also if no module was loaded
+            if bound.is_attention and self.tape.policy.saves(bound.keys(args, kwargs)):
+                self.findings[op] = f"the library of {bound.name} was loaded just now: import it before"
         elif bound.is_attention:
             self.saved_flops += count if count and self.tape.policy.saves(bound.keys(args, kwargs)) else 0
             self._coarse.append(bound.coarse_keys(args, kwargs))

@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,8 @@ partial of `new_forward`."""
 class BlockState:
     """What is known of one block. A copy of the block takes over its name and `offloading`, and nothing else."""
 
+    WATCHED: ClassVar[int] = 8
+    """So many regions are observed, at most, after one that made fewer attention calls than the first."""
     name: str = ""
     """Qualified, with the class of its model, if `enable` saw it."""
     offloading: int = 1
@@ -46,9 +48,9 @@ class BlockState:
     """The kind of its latest region."""
     attached: set[Sequence[str]] = dataclasses.field(default_factory=set)
     """Names of Linear modules, as policies have them, whose modules have hooks."""
-    watched: dict[Kind, bool] = dataclasses.field(default_factory=dict)
-    """Kinds in which a region made fewer attention calls than the first. True: the next region is observed, because it
-    may hide attention. False: an observed one made fewer calls as well and hid none (layer drop, a branch)."""
+    watched: dict[Kind, int] = dataclasses.field(default_factory=dict)
+    """Kinds in which a region made fewer attention calls than the first: how many regions are still to be observed.
+    They may call attention that no op shows. 0: fewer calls are normal (layer drop, a branch)."""
     latest: RegionResult | None = None
     """The result of its latest region, for reports."""
     communication: Communication | None = None

@@ -387,7 +387,7 @@ def test_fewer_calls_than_the_first_of_its_kind(policy: Policy, caplog: pytest.L
 @pytest.mark.parametrize("when", ["from the first step on", "in every second step", "in two sizes"])
 @pytest.mark.parametrize("way", ["blocks", "closures"])
 def test_attention_that_a_later_block_of_a_known_class_hides(way: str, when: str) -> None:
-    """After a region with fewer calls than the first of its kind, the block's next one is watched.
+    """After a region with fewer calls than the first of its kind, the block's next ones are watched.
 
     Closures, as in older trainers: all blocks share one code.
     """
@@ -401,7 +401,7 @@ def test_attention_that_a_later_block_of_a_known_class_hides(way: str, when: str
             lambda x, block: fastac.checkpoint(lambda *args: block(*args), x, text), model.blocks, video
         )
     seen = hiding.attend
-    unnoticed = {"in every second step": 3, "in two sizes": 2}.get(when, 1)
+    unnoticed = 2 if when in ("in every second step", "in two sizes") else 1
     for step in range(unnoticed):
         hiding.attend = seen if when == "in every second step" and step % 2 else hidden
         train_step(model, steps[step % len(steps)])
