@@ -198,19 +198,18 @@ class Recompute:
             Whether numbers on an accelerator are read at the end of this backward. If they are right, that ends the
             block's step.
         """
-        explain = functools.partial(causes.explain, self.beginning)
         if self.position != self.count:
             raise RecomputeError(
                 f"recompute saved {self.position} tensors for backward where the forward saved {self.count}: it took "
-                f"another path.\n{explain()}An adapter that was switched, disabled or fused before backward does "
-                f"that, another flag, a cache, random numbers, other settings of the compiler. Keep them until it is "
-                f"done. So does torch.func.jvp with gradients on: run it under torch.no_grad()."
+                f"another path.\n{causes.explain(self.beginning)}An adapter that was switched, disabled or fused "
+                f"before backward does that, another flag, a cache, random numbers, other settings of the compiler. "
+                f"Keep them until it is done. So does torch.func.jvp with gradients on: run it under torch.no_grad()."
             )
         state, findings = self.beginning.state, self.findings
         if state.writes is None:
             state.writes = any(map(self._writes, self.versions))
         if self.difference or findings.differences:
-            findings.block, findings.causes = describe(self.beginning.function), explain()
+            findings.block, findings.causes = describe(self.beginning.function), causes.explain(self.beginning)
         if self.difference:
             raise findings.error(self.difference)
         return findings.check()
@@ -242,14 +241,13 @@ class Findings:
 
     def check(self) -> bool:
         """Raise for a difference on a CPU. Returns whether others are to be read at the end of this backward."""
-        unread = [difference for difference in self.differences if difference.forward.is_read_later]
         self.raise_first(difference for difference in self.differences if not difference.forward.is_read_later)
-        self.differences = unread
-        if unread:
+        self.differences = [difference for difference in self.differences if difference.forward.is_read_later]
+        if self.differences:
             _read_at_end_of_backward(self)
         else:
             self.state.rewritten |= self.rewritten
-        return bool(unread)
+        return bool(self.differences)
 
     def raise_first(self, differences: Iterable[Difference]) -> None:
         """Raise the error of the first tensor that differs by more than noise."""
