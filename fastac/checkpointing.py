@@ -209,9 +209,11 @@ class _RegionCall:
         function, policy, state = self.function, self.policy, self.state
         # In the recompute of another region. It does not begin a step, and its own backward comes at once.
         is_nested = torch_private.in_backward()
-        # While a CUDA graph is being captured, nothing can be read from the device.
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        compares_values = not is_nested and state.compares_next() and not is_captured
+        compares_values = not is_nested and state.compares_next()
+        # While a CUDA graph is being captured, nothing can be read from the device. Most regions do not ask.
+        compares_values = compares_values and not (
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        )
         tape = observation = stash = None
         if not is_nested:
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))
@@ -335,9 +337,8 @@ class _RegionCall:
             collector.append(result)
         # Functions that are not blocks share a state by their code, so none of them has a latest region.
         if self.block is not None:
-            state = self.state
-            state.compilations_seen = torch_private.compilations.so_far()
-            state.communication, state.latest = tape.communication, result
+            self.state.compilations_seen = torch_private.compilations.so_far()
+            self.state.communication, self.state.latest = tape.communication, result
 
     def _remember(self, result: RegionResult, tape: Tape) -> None:
         """Note the result of the first region of a kind, and log it."""

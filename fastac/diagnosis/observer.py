@@ -172,9 +172,8 @@ class Observer(PassThrough):
         elif bound.is_attention:
             self.saved_flops += count if count and self.tape.policy.saves(bound.keys(args, kwargs)) else 0
             self._coarse.append(bound.coarse_keys(args, kwargs))
-            if not is_abstract and bound.qualified_name not in {
-                op.qualified_name for op, _ in self.tape.attention_calls
-            }:
+            arrived = {call.qualified_name for call, _ in self.tape.attention_calls}
+            if not is_abstract and bound.qualified_name not in arrived:
                 self.findings[op] = (
                     f"{bound.name} was called, and fastac did not get the call: another package took its BackendSelect "
                     f"key since"

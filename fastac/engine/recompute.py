@@ -254,12 +254,8 @@ class Findings:
         for forward, recomputed, allowed, what in differences:
             apart = relative_difference(forward, recomputed)
             if apart > allowed:
-                noise = (
-                    f"relative difference {apart:.1e}, {allowed:.1e} is noise"
-                    if tolerance(forward.dtype)
-                    else "whole numbers differ"
-                )
-                raise self.error(f"{what} ({noise})")
+                seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise"
+                raise self.error(f"{what} ({seen if tolerance(forward.dtype) else 'whole numbers differ'})")
 
     def error(self, what: str) -> RecomputeError:
         """The error for a recompute that differs. what: it does, in words."""
