@@ -209,7 +209,7 @@ class _RegionCall:
         function, policy, state = self.function, self.policy, self.state
         # In the recompute of another region. It does not begin a step, and its own backward comes at once.
         is_nested = torch_private.in_backward()
-        compares_values = not is_nested and state.compares_next()
+        compares_values = not is_nested and state.begin_region()
         # While a CUDA graph is being captured, nothing can be read from the device. Most regions do not ask.
         compares_values = compares_values and not (
             torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -26,6 +26,7 @@ from fastac.engine import kinds, linear
 from fastac.engine.blocks import BlockState, describe, inside, is_compiled, state_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.hosts import ENABLED, ForwardHost, FunctionHost, blocks_given, detach_all, refuse_second
+from fastac.models import MODELS
 from fastac.models.blocks import by_list, check_module, choose_blocks
 from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.auto import Auto, Choice, Planner, no_memory
@@ -270,7 +271,7 @@ def enable(
     check_backends(model, named, selected)
     enabled = Enabled(model, selected, determinism_check, named, blocks, planner)
     policies = {block: enabled.policy_of(block) for block in named.values()}
-    linear.check_names(model, policies, are_guessed=not by_forward)
+    linear.check_names(model, policies, are_guessed=not by_forward and class_name(model) not in MODELS)
     # Everything that can be refused without a change to the model was refused above.
     disable(model)
     try:

@@ -86,9 +86,9 @@ def _why_again(node: Any) -> str:
     """Why a node of a region runs attention again, and what to do."""
     if node.name() == torch_private.COMPILED_NODE:
         return (
-            f"the compiler did not keep it. torch._functorch.config.activation_memory_budget below 1 does that (now it "
-            f"is {torch_private.memory_budget():g}), or a partitioner of your own.\nSet it to 1, or remove it, call "
-            f"torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+            "the compiler did not keep it: torch._functorch.config.activation_memory_budget was below 1 when it "
+            "compiled, or a partitioner is your own.\nSet the budget to 1, or remove the partitioner, call "
+            "torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
     return (
         "a checkpoint of the block's own (reentrant, or a library's) is around it.\nRemove that checkpoint, or use "

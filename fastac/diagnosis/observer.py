@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from fastac.engine.process import process
 from fastac.engine.tape import Tape
 from fastac.registry import BoundOp, flops
 from fastac.registry.torch_private import Op, is_from_torch, name_of, qualified_name
+
+logger = logging.getLogger("fastac")
 
 
 @dataclasses.dataclass
@@ -156,7 +159,11 @@ class Observer(PassThrough):
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
         is_abstract = torch_private.is_abstract(args)
-        count = 0 if is_abstract else flops.of_call(op, args, kwargs, outputs)  # a number would fix sizes of a trace
+        try:  # a number would fix sizes of a trace
+            count = 0 if is_abstract else flops.of_call(op, args, kwargs, outputs)
+        except Exception as error:  # noqa: BLE001 torch's own raises for packed sequences: a figure is lost, no step
+            count = 0
+            logger.info("no FLOPs are counted for %s: its formula raised %s: %s", op, type(error).__name__, error)
         self.flops += count
         if isinstance(op, torch._ops.OpOverload):
             self.ops.add(GENERATED + str(op).replace(".", "_"))
@@ -174,10 +181,8 @@ class Observer(PassThrough):
             self._coarse.append(bound.coarse_keys(args, kwargs))
             arrived = {call.qualified_name for call, _ in self.tape.attention_calls}
             if not is_abstract and bound.qualified_name not in arrived:
-                self.findings[op] = (
-                    f"{bound.name} was called, and fastac did not get the call: another package took its BackendSelect "
-                    f"key since"
-                )
+                taken = "another package took its BackendSelect key since"
+                self.findings[op] = f"{bound.name} was called, and fastac did not get the call: {taken}"
         elif bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound.kind == "choice":

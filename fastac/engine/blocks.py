@@ -58,7 +58,7 @@ class BlockState:
     transfers: Transfers | None = None
     """The copies of its latest region between device and host; None if it offloads nothing."""
     compilations_seen: int = -1
-    """Number of compilations when the autograd graph of a region was last searched for compiled code."""
+    """Number of compilations when its latest region ended."""
     step: int = 0
     """Number of steps that have ended."""
     recomputed: bool = False
@@ -80,10 +80,10 @@ class BlockState:
     modes: set[tuple[bool, ...]] = dataclasses.field(default_factory=set)
     """Training modes of these modules, as its regions had them."""
 
-    def compares_next(self) -> bool:
-        """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all of their regions.
+    def begin_region(self) -> bool:
+        """Begin another step if the latest one has ended. Returns whether values are compared in this step.
 
-        A step ends with a backward through the block that raises no error.
+        A step ends with a backward through the block that raises no error. Compared are steps 0, 1, 2, 4, 8, ...
         """
         if self.recomputed:
             self.step, self.recomputed = self.step + 1, False

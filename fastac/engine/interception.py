@@ -33,7 +33,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> list[BoundOp]:
-    """Intercept every op with a row in this process, once. Returns these ops.
+    """Intercept the ops that have a row, each once in this process. Returns all present ops with a row.
 
     Raises FastacError if another package stands at BackendSelect of such an op: the later one would shadow the earlier.
     """

@@ -255,7 +255,8 @@ class Findings:
             apart = relative_difference(forward, recomputed)
             if apart > allowed:
                 seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise"
-                raise self.error(f"{what} ({seen if tolerance(forward.dtype) else 'whole numbers differ'})")
+                seen = seen if tolerance(forward.dtype) else "whole numbers differ"
+                raise self.error(f"{what} ({seen}).\nEarlier steps may be wrong, too (compared: 0, 1, 2, 4, 8, ...)")
 
     def error(self, what: str) -> RecomputeError:
         """The error for a recompute that differs. what: it does, in words."""
@@ -263,9 +264,8 @@ class Findings:
             f"recompute {what}.\n{self.causes}{'Or something' if self.causes else 'Something'} besides its arguments "
             f"changed before backward: an adapter or its scale, weights, a cache, a context variable, random numbers "
             f"of another generator than the default one, or a state that the block changes itself. Gradients would be "
-            f"wrong, and may have been before: values are compared in steps 0, 1, 2, 4, 8, ...\nKeep it unchanged "
-            f"until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
-            f'determinism_check="none" switches off only this check.',
+            f"wrong.\nKeep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the "
+            f'block; determinism_check="none" switches off only this check.',
             self.block,
         )
 

@@ -143,7 +143,7 @@ class Choice(NamedTuple):
     # In a line: what is saved where, or why fastac made no plan.
     why: str
     # The rest belongs to a plan: what the step takes, and the FLOPs of its forward.
-    row: PolicyFigures | None = None
+    figures: PolicyFigures | None = None
     forward_flops: int = 0
 
 
@@ -363,9 +363,10 @@ class Planner:
                 f"{RESERVE:.0%}, {others}.{advice * is_guess}"
             )
         peak = forecast.step(policies).peak(policies, shards)
-        row = dataclasses.replace(forecast.figures(policies, "auto"), peak_bytes=peak)
+        figures = dataclasses.replace(forecast.figures(policies, "auto"), peak_bytes=peak)
         planned = f"{readable_bytes(means.limit - memory + peak)} of {readable_bytes(means.limit)} planned"
-        return Choice(policies, f"{_in_words(policies, forecast, row)}; {planned}", row, forecast.full.flops["forward"])
+        words = f"{_in_words(policies, forecast, figures)}; {planned}"
+        return Choice(policies, words, figures, forecast.full.flops["forward"])
 
     def _look(self, forward: _ForwardPass) -> _Means | None:
         """What a step may use: the least of all ranks. None if no rank can plan."""
@@ -452,7 +453,7 @@ class Planner:
             return
         self._uses[forward.key] += 1
         number = self._forwards if rank() else self._uses[forward.key]
-        if number <= 2 and choice.row is not None:
+        if number <= 2 and choice.figures is not None:
             memory = memory_of(forward.device)
             self._measurement = _MeasuredStep(forward.key, choice, number == 2, memory, _now(forward.device))
 
@@ -477,10 +478,10 @@ class Planner:
             return
         memory, speed = means.memory, means.speed  # if this rank measured nothing
         key = forward.key if measurement is None else measurement.key
-        if measurement is not None and measurement.ended is not None and measurement.choice.row is not None:
+        if measurement is not None and measurement.ended is not None and measurement.choice.figures is not None:
             before, now = measurement.before, memory_of(forward.device)
             if measurement.peak is not None and before is not None:
-                seen = measurement.peak - before.allocated - measurement.choice.row.peak_bytes
+                seen = measurement.peak - before.allocated - measurement.choice.figures.peak_bytes
                 self._seen[key] = max(seen, self._seen.get(key, seen))
             if not measurement.is_second:
                 return
@@ -507,18 +508,18 @@ class Planner:
         )
 
 
-def _in_words(policies: Mapping[str, Policy], forecast: Forecast, row: PolicyFigures) -> str:
+def _in_words(policies: Mapping[str, Policy], forecast: Forecast, figures: PolicyFigures) -> str:
     """What is saved where."""
     if not any(policy.checkpoints for policy in policies.values()):
-        return f"no checkpointing; {row.relative:.3f} of the FLOPs of full"
+        return f"no checkpointing; {figures.relative:.3f} of the FLOPs of full"
     saved = forecast.full.saved(policies).values()
     attention = sum(out.keys > 0 for outputs in forecast.outputs().values() for out in outputs)
     waiting = sum(bool(policy.offload) for policy in policies.values())
-    on_host = f"; {waiting} of {len(policies)} blocks wait on the host ({readable_bytes(row.host_bytes)})"
+    on_host = f"; {waiting} of {len(policies)} blocks wait on the host ({readable_bytes(figures.host_bytes)})"
     return (
         f"saves {sum(out.keys > 0 for out in saved)} of {attention} attention outputs, and "
         f"{sum(not out.keys and out.name != EXCHANGED for out in saved)} of Linear modules{on_host * bool(waiting)}; "
-        f"{row.relative:.3f} of the FLOPs of full"
+        f"{figures.relative:.3f} of the FLOPs of full"
     )
 
 

@@ -55,13 +55,13 @@ def longest(listed: Sequence[Output], fits: Fits, taken: Sequence[Output] = ()) 
 
 
 def filled(listed: Sequence[Output], fits: Fits, taken: Sequence[Output] = ()) -> list[Output]:
-    """The same, and of the equal outputs behind that beginning as many as fit, kind by kind."""
+    """The same, and behind that beginning, of each group of equal outputs as many as fit."""
     chosen = longest(listed, fits, taken)
     rest = listed[len(chosen) - len(taken) :]
-    for _, equal in itertools.groupby(rest, key=lambda out: (out.mark, out.bytes)):
-        kind = list(equal)
-        if fits([*chosen, kind[0]]):  # mostly not: this saves a bisection
-            chosen = longest(kind, fits, chosen)
+    for _, group in itertools.groupby(rest, key=lambda out: (out.mark, out.bytes)):
+        equal = list(group)
+        if fits([*chosen, equal[0]]):  # mostly not: this saves a bisection
+            chosen = longest(equal, fits, chosen)
     return chosen
 
 

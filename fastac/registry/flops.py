@@ -12,7 +12,6 @@ is made: an op that is loaded later counts in the next FlopCounterMode.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,8 +22,6 @@ from torch.utils.flop_counter import flop_registry
 from fastac import registry
 from fastac.registry import AttentionOp, BoundOp, OpaqueFunction, number_of_keys
 from fastac.registry.torch_private import Op, arguments_of, has_no_data, tree_leaves
-
-logger = logging.getLogger("fastac")
 
 
 class Products(NamedTuple):
@@ -101,13 +98,9 @@ def add_formula(op: Op, formula: Callable[..., int]) -> None:
 
 
 def of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """FLOPs of one call of an op; 0 for an op without a formula, or with one that raises."""
+    """FLOPs of one call of an op; 0 for an op without a formula. Raises what the formula raises."""
     formula = flop_registry.get(_target(op))
-    try:
-        return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
-    except Exception as error:  # noqa: BLE001 torch's own raises for packed sequences: a figure is lost, not the step
-        logger.info("no FLOPs are counted for %s: its formula raised %s: %s", op, type(error).__name__, error)
-        return 0
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
 def keys_of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -49,7 +49,7 @@ class RecomputeProfile:
         return {name: time / total for name, time in Counter(self.times).most_common()}
 
     def __str__(self) -> str:
-        title = f"What recompute ran, by {'device' if self.on_device else 'op'} time"
+        title = f"What recompute ran in verify, by {'device' if self.on_device else 'op'} time"
         table = new_table(title, "op or autograd.Function", "share", "status")
         table.columns[1].justify = "right"
         for name, share in list(self.shares().items())[:MOST_LISTED]:

@@ -248,6 +248,10 @@ def test_names_in_a_model_whose_blocks_are_guessed() -> None:
     fastac.enable(model, Policy(linear=("0",)))
     with pytest.raises(FastacError, match="'to_q'"):
         fastac.enable(model, Policy(linear=("to_q",)))
+    known = support.build("WanTransformer3DModel")[0]
+    for name in ("to_q", "proj_out", "condition_embedder.time_proj"):
+        with pytest.raises(FastacError, match="no block of WanTransformer3DModel"):
+            fastac.enable(known, Policy(linear=(name,)))
 
 
 @pytest.mark.parametrize("function", [lambda block: lambda *args: block(*args), functools.partial], ids=["", "partial"])

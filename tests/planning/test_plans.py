@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import flop_registry
 
 import fastac
 from fastac.errors import FastacError
@@ -140,6 +141,14 @@ def test_the_best_row_that_fits() -> None:
 
 
 # Refused
+
+
+def test_a_formula_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan would save no output whose FLOPs it does not know."""
+    for op in [op for op in flop_registry if "scaled_dot_product" in str(op)]:
+        monkeypatch.setitem(flop_registry, op, lambda *args, **kwargs: {}["mine"])
+    with pytest.raises(FastacError, match="KeyError: 'mine'"):
+        fastac.plan(*tiny(WAN))
 
 
 def test_a_class_that_checkpoints_by_itself() -> None:
