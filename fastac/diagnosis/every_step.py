@@ -86,9 +86,9 @@ def _why_again(node: Any) -> str:
     """Why a node of a region runs attention again, and what to do."""
     if node.name() == torch_private.COMPILED_NODE:
         return (
-            "the compiler did not keep it: torch._functorch.config.activation_memory_budget was below 1 when it "
-            "compiled, or a partitioner is your own.\nSet the budget to 1, or remove the partitioner, call "
-            "torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+            f"the compiler did not keep it. A torch._functorch.config.activation_memory_budget below 1 as it compiles "
+            f"does that (now it is {torch_private.memory_budget():g}), or a partitioner of your own.\nSet it to 1, or "
+            f"remove that, call torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
     return (
         "a checkpoint of the block's own (reentrant, or a library's) is around it.\nRemove that checkpoint, or use "

@@ -254,8 +254,8 @@ class Findings:
         for forward, recomputed, allowed, what in differences:
             apart = relative_difference(forward, recomputed)
             if apart > allowed:
-                seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise"
-                seen = seen if tolerance(forward.dtype) else "whole numbers differ"
+                relative = f"relative difference {apart:.1e}, {allowed:.1e} is noise"
+                seen = relative if tolerance(forward.dtype) else "whole numbers differ"
                 raise self.error(f"{what} ({seen}).\nEarlier steps may be wrong, too (compared: 0, 1, 2, 4, 8, ...)")
 
     def error(self, what: str) -> RecomputeError:

@@ -63,7 +63,7 @@ def test_the_command_of_the_readme(tmp_path: Path, command: Command) -> None:
     assert cells["full"] == ["0", "7.3", "0", "23.2", "1.000", ""]  # as an H100 measured
     assert cells["long_attn_only"][:2] == ["6.3", "13.6"]
     assert cells["within 40.0 GiB"][0] == "40.0"
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     unlisted = [policy for policy, row in cells.items() if f"| {row[3]} GiB | {row[4]} |" not in readme]
     assert unlisted == ["full, offload", "long_attn_only, offload"]
     relative = {policy: float(row[-2]) for policy, row in cells.items()}
