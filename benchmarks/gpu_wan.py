@@ -12,8 +12,8 @@ There are as many rounds as fit the time. The forward is timed alone in the same
 each way is profiled: bytes, kernels by their names, how long the GPU ran and waited in the forward, and how much of the
 time of copies to the host and back went by while it computed. The JSON is written after every row and step.
 
-Ways by "auto" have the memory of the GPU, or as much of it as they name. They plan once, in three steps before the
-profiled one.
+Ways by "auto" have the memory of the GPU, or as much of it as they name. They measure one step and choose in the next
+ones, all of them before the profiled one.
 
 First fastac.verify compares gradients of a model with two blocks. Nothing is downloaded, fastac need not be installed.
 
@@ -54,7 +54,7 @@ from fastac.errors import readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
-from fastac.planning.auto import Auto, Planner
+from fastac.planning.auto import TURNS, Auto, Planner
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import ROWS, AnyPolicy, Forecast
 from fastac.planning.plans import parse_bytes, table_of_figures
@@ -173,8 +173,8 @@ def in_miniature(case: Case) -> Case:
 
 # The ways
 
-SETTLING = 3
-"""The steps after which plans of "auto" stay: it measures two, and may plan again before the third."""
+SETTLING = 1 + TURNS
+"""The steps after which choices of "auto" stay: it measures one, and may choose again after each of the next ones."""
 
 
 def is_auto(way: str) -> bool:
@@ -272,7 +272,7 @@ class Training(ways.Workload):
         if is_auto(way):
             chosen = self.planner(way).latest
             assert chosen is not None
-            return chosen.policies or "attn_only"
+            return chosen.policies
         if not way.startswith("plan "):
             return ROWS[way]
         budget, _, offloads = way.removeprefix("plan ").partition(", ")
@@ -283,7 +283,7 @@ class Training(ways.Workload):
         """The plans of one of the ways by "auto". Only one whose name says so uses the host."""
         if way not in self.planners:
             memory, _, offloads = way.removeprefix("auto").partition(", ")
-            self.planners[way] = Planner(Auto(memory or None, None if offloads else 0, self.optimizer))
+            self.planners[way] = Planner(Auto(memory or None, None if offloads else 0))
         return self.planners[way]
 
     def planned_peak(self, way: str) -> int | None:
@@ -353,6 +353,7 @@ def profile_step(training: Training) -> tuple[dict[str, Any], Timed]:
         }
     else:
         held, peak = allocated_bytes(training.forward, training.finish)
+        training.release()  # gradients that are there make another choice of "auto"
         with executed_attention() as ran:
             timed = training.timed()
         found = dict.fromkeys(("hidden", "forward_kernel_seconds", "forward_gap_seconds"))

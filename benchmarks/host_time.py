@@ -43,7 +43,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import fastac
 from common import build_model, finish, parser, positive
 from fastac.hook import enabled_on
-from fastac.planning.auto import RESERVE
+from fastac.planning.auto import RESERVE, TURNS
 from fastac.verification.measuring import take_turns
 from fastac.verification.ways import enable_torch_sac, is_attention_by_name
 
@@ -137,8 +137,9 @@ def enable_auto(model: Any, inputs: dict[str, Any]) -> None:
     """Enable `auto` with memory for a part of what `attn_only` saves, and let it choose."""
     peaks = {row.policy: row.peak_bytes for row in fastac.plan(model, inputs, optimizer="sgd").policies}
     memory = (peaks["full"] + peaks["attn_only"]) / 2 / (1 - RESERVE)
-    fastac.enable(model, policy=fastac.Auto(memory=int(memory), optimizer="sgd"))
-    model(**inputs)
+    fastac.enable(model, policy=fastac.Auto(memory=int(memory)))
+    for _ in range(1 + TURNS):
+        model(**inputs).sample.square().mean().backward()
 
 
 def enable_as_auto_chose(model: Any, inputs: dict[str, Any]) -> None:

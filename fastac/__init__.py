@@ -31,6 +31,7 @@ __all__ = [
     "Auto",
     "Compilation",
     "FastacError",
+    "NothingFitsError",
     "OpaqueFunction",
     "Plan",
     "Policy",

@@ -28,7 +28,7 @@ from fastac.diagnosis.observer import PassThrough
 from fastac.engine import interception, kinds, linear, offload, torch_private
 from fastac.engine.beginning import Beginning, Draws
 from fastac.engine.blocks import block_of, describe, is_compiled, modules_in, modules_run_by, signature, state_of
-from fastac.engine.process import process
+from fastac.engine.process import process, thread
 from fastac.engine.region import Region
 from fastac.engine.results import Kind, RegionResult
 from fastac.engine.tape import Hooks, Tape
@@ -214,15 +214,17 @@ class _RegionCall:
         compares_values = compares_values and not (
             torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         )
-        tape = observation = stash = None
+        tape = observation = stash = measured = None
         if not is_nested:
+            if thread.measurement is not None:
+                measured = thread.measurement.begin(self.block, (self.args, self.kwargs))
             stash = offload.begin_region(policy, function, state, (*self.args, *self.kwargs.values()))
         if policy.is_selective:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.watched.get(self.kind, 0) > 0
             # A kind may be seen first in a step that compares nothing, when a block takes a branch for the first time.
             compares_values = compares_values or (is_observed and not is_nested)
-            tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks)
+            tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks, measured)
             if is_observed:
                 earlier = kinds.compiled_result(function, self.kind.key)
                 observation = Observation(function, self.args, self.kwargs, tape, earlier)
@@ -260,6 +262,8 @@ class _RegionCall:
             outputs = self._run_expected(region, tape)
         if stash is not None and region.slots:
             region.offload(self.args, stash)
+        if measured is not None:
+            measured.end_forward(stash)
         return outputs
 
     def _kind(self) -> Kind:
@@ -294,7 +298,7 @@ class _RegionCall:
             )
         if is_compiled(self.function):
             tracing.refuse_eager_only(self.policy, describe(self.function))
-        linear.attach(block, self.policy)
+        linear.attach(block, self.policy, is_strict=thread.measurement is None)
 
     def _run_observed(self, region: Region, tape: Tape, observation: Observation) -> Any:
         """Run the first region of a kind, or a watched region. Raises PolicyNotAppliedError for hidden attention."""
@@ -302,7 +306,7 @@ class _RegionCall:
         result = observation.result(outputs)
         first = self.kind.first
         if first is None:
-            if self.policy.linear and self.block is not None:
+            if self.policy.linear and self.block is not None and tape.measured is None:
                 linear.check_called(self.policy, tape.products, self.block, describe(self.function))
             self._remember(result, tape)
         elif left := self.observed_state.watched.get(self.kind):

@@ -6,8 +6,13 @@ import difflib
 import sys
 from collections.abc import Iterable
 
+import torch
+
 _ENGINES = ("FSDP", "DDP", "Replicate")
 """Prefixes that `fully_shard` and `replicate` give to the name of a module's class."""
+
+_NO_MEMORY = ("out of memory", "allocate memory", "cpuallocator", "alloc_failed", "not enough memory")
+"""What errors of torch and of libraries of kernels say if memory runs out."""
 
 
 def rank() -> str:
@@ -50,7 +55,8 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be allocated, on an accelerator or on the CPU."""
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in ("out of memory", "alloc"))
+    said = str(error).lower()
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in said for words in _NO_MEMORY)
 
 
 class FastacError(RuntimeError):
@@ -67,6 +73,10 @@ class FastacError(RuntimeError):
     def __str__(self) -> str:
         message = RuntimeError.__str__(self)  # not super(): a subclass that is also a KeyError would quote the message
         return ": ".join(filter(None, (self.rank, self.block, message)))
+
+
+class NothingFitsError(FastacError, torch.OutOfMemoryError):
+    """A training step takes more memory than there is. It is torch's error, too, for those who catch that."""
 
 
 class UnsupportedBackendError(FastacError):

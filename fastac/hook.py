@@ -24,6 +24,7 @@ from fastac.diagnosis import every_step, out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear
 from fastac.engine.blocks import BlockState, describe, inside, is_compiled, state_of
+from fastac.engine.process import thread
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.hosts import ENABLED, ForwardHost, FunctionHost, blocks_given, detach_all, refuse_second
 from fastac.models import MODELS
@@ -45,7 +46,7 @@ logger = logging.getLogger("fastac")
 
 
 GivenPolicy = AnyPolicy | Auto | Planner
-"""What `enable` takes for a policy. A Planner is that of an earlier `enable`, with its plans."""
+"""What `enable` takes for a policy. A Planner is that of an earlier `enable`, with its choices."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,7 +111,7 @@ class Enabled:
         vars(self.model).pop(ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """The model's forward begins: count its regions, and plan. Raises PolicyNotAppliedError as `after_forward`."""
+        """The model's forward begins: count its regions, and choose. Raises as `after_forward`, or NothingFitsError."""
         if torch.compiler.is_compiling():
             return
         self.opened = 0
@@ -118,7 +119,7 @@ class Enabled:
             return
         if not self.host.is_replaced:
             if self.planner is not None and self.host.is_on:
-                choice = self.planner.before_forward(self.model, self.blocks.values(), args, kwargs, self.saves_linear)
+                choice = self.planner.before_forward(self.model, self.blocks, args, kwargs, self.saves_linear)
                 if choice is not None:
                     self.take(choice)
         elif self.host.forwards:
@@ -136,25 +137,32 @@ class Enabled:
 
     def take(self, choice: Choice) -> None:
         """Give the blocks the policies of a choice."""
-        if choice.policies is None:
-            self.policy = NAMED["attn_only"]
+        if isinstance(choice.policies, Policy):
+            self.policy = choice.policies
         else:
             # A UNet calls parts of its blocks, and the plan names these.
             modules = {name: inside(self.model.get_submodule(name)) for name in choice.policies} | self.blocks
             self.policy = BlockPolicies(
-                (getattr(module, "_orig_mod", module), choice.policies.get(name, NAMED["attn_only"]))
+                (getattr(module, "_orig_mod", module), choice.policies.get(name, NAMED["full"]))
                 for name, module in modules.items()
             )
         for replaced in self.host.forwards.values():
             replaced.policy = self.policy_of(replaced.block)
-        self.apply()
+        self.apply(attaches=not choice.is_measured)
+        self.saved |= choice.is_measured
 
-    def apply(self) -> None:
-        """Tell the blocks what their policies need. Raises FastacError if a Linear module refuses."""
+    def apply(self, attaches: bool = True) -> None:
+        """Tell the blocks what their policies need. Raises FastacError if a Linear module refuses.
+
+        attaches: Linear modules get the hooks that name them. If not, regions put them on.
+        """
         offloading = sum(bool(self.policy_of(block).offload) for block in self.blocks.values())
+        for block in (*self.blocks.values(), *self.host.called.values()):
+            state_of(block).latest = state_of(block).transfers = None  # of another policy
         for block in self.blocks.values():
             state_of(block).offloading = offloading
-            linear.attach(block, self.policy_of(block))
+            if attaches:
+                linear.attach(block, self.policy_of(block))
         self.saved = not self.policy.is_selective
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
@@ -162,7 +170,9 @@ class Enabled:
         # torch calls this hook (always_call) after an error as well, without outputs.
         compiling, replaced = torch.compiler.is_compiling(), self.host.is_replaced
         if outputs is None and not compiling and (error := sys.exc_info()[1]) is not None:
-            out_of_memory.explain(error)
+            if out_of_memory.explain(error) and self.planner is not None and torch.is_grad_enabled():
+                self.planner.ran_out()
+            thread.measurement = None
             return
         if not torch.is_grad_enabled():
             return
@@ -193,7 +203,7 @@ class Enabled:
     def check_once_all_ran(self) -> None:
         """Call `check_saved` once all blocks ran: a trainer may call the blocks itself, without the model's forward."""
         if self.planner is not None and self.planner.latest is None:
-            said = "only its blocks are called, not its forward, and a plan needs the inputs of the forward"
+            said = "only its blocks are called, not its forward, and a choice needs the inputs of the forward"
             kinds.warn_once(self.model, "auto", f'policy "auto": {class_name(self.model)}: {said}, so "attn_only"')
         if all(state_of(block).latest or not self.policy_of(block).is_selective for block in self.blocks.values()):
             self.check_saved()
@@ -233,7 +243,7 @@ def enable(
             torch.compile's OptimizedModule or a PeftModel.
         policy: "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these
             (the first match counts), with "none" for blocks that are not to be checkpointed. "auto", or a fastac.Auto,
-            plans the fastest step that fits the device, when the first forward begins.
+            measures the first step, and chooses the fastest that fits the device for the next ones.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
             module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. The
             default is the `blocks` of the previous `enable`, or else the model's only module list whose members hold
@@ -285,7 +295,10 @@ def enable(
     for name, block in named.items():
         # The object stays, because regions whose backward is still to come hold it.
         state = state_of(block)
-        vars(state).update(vars(BlockState(f"{class_name(model)}.{name}", state.offloading, state.block)))
+        named_state = BlockState(
+            f"{class_name(model)}.{name}", state.offloading, state.block, is_auto=planner is not None
+        )
+        vars(state).update(vars(named_state))
         kinds.forget_kinds(block)  # the next regions of its class are first ones, and are observed
     if planner is not None and planner.latest is not None:
         enabled.take(planner.latest)

@@ -159,12 +159,8 @@ class Observer(PassThrough):
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
         is_abstract = torch_private.is_abstract(args)
-        try:
-            # None in a trace: a number would fix its sizes.
-            count = 0 if is_abstract else flops.of_call(op, args, kwargs, outputs)
-        except Exception as error:  # noqa: BLE001 torch's own raises for packed sequences: a figure is lost, no step
-            count = 0
-            logger.info("no FLOPs are counted for %s: its formula raised %s: %s", op, type(error).__name__, error)
+        # None in a trace: a number would fix its sizes.
+        count = 0 if is_abstract else flops.counted(op, args, kwargs, outputs)
         self.flops += count
         if isinstance(op, torch._ops.OpOverload):
             self.ops.add(GENERATED + str(op).replace(".", "_"))

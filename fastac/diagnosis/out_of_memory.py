@@ -31,14 +31,21 @@ _FULL, _OFFLOADED = Policy("full"), Policy("full", offload="inputs")
 def watch_backward() -> None:
     """Explain out-of-memory errors of every backward of this process from now on."""
     # Cached, so that the wrapper around torch's function is put on once.
-    torch_private.on_backward_error(explain)
+    torch_private.on_backward_error(_explain_in_backward)
 
 
-def explain(error: BaseException) -> None:
-    """Add a note to an error if it says that memory ran out; below Python 3.11, log the note."""
+def _explain_in_backward(error: BaseException) -> None:
+    if explain(error):
+        process.ran_out.update(module for region in _regions() for module in region.beginning.modules)
+
+
+def explain(error: BaseException) -> bool:
+    """Add a note to an error if it says that memory ran out, and say whether it does.
+
+    Below Python 3.11 the note is logged. An error that has the note is not counted a second time.
+    """
     if not is_out_of_memory(error) or any("fastac" in note for note in getattr(error, "__notes__", ())):
-        return
-    process.out_of_memory += 1
+        return False
     try:
         note = _note(error)
     except Exception as problem:  # noqa: BLE001 there is little memory left, and this must not hide the error
@@ -50,6 +57,7 @@ def explain(error: BaseException) -> None:
         error.add_note(note)
     else:
         logger.error(note)
+    return True
 
 
 class _Held(NamedTuple):
@@ -67,8 +75,7 @@ class _Held(NamedTuple):
 
 
 def _note(error: BaseException) -> str:
-    # Regions are held by their autograd graphs, and no list holds them: it would keep graphs alive.
-    regions = [value for value in gc.get_objects() if type(value) is Region]
+    regions = _regions()
     if not regions:
         return "fastac holds nothing now, outside of compiled graphs: weights, the optimizer or a single block fill it."
     held = _held(regions)
@@ -86,6 +93,11 @@ def _note(error: BaseException) -> str:
     if may_be_host:
         lines.append("torch raises this also if the host has no more memory to pin: then offload and pin less there.")
     return "\n".join([*lines, _way_out(regions, held, may_be_host)])
+
+
+def _regions() -> list[Region]:
+    """The regions that are alive: by their autograd graphs. A list of them would keep these alive."""
+    return [value for value in gc.get_objects() if type(value) is Region]
 
 
 def _container(region: Region) -> str:
@@ -144,6 +156,11 @@ def _way_out(regions: Sequence[Region], held: Sequence[_Held], may_be_host: bool
 
     may_be_host: do not move more to the host.
     """
+    if any(region.beginning.state.is_auto for region in regions):
+        return (
+            'Policy "auto" chose what is saved. Give it less memory, fastac.Auto(memory=...), or a host, '
+            "fastac.Auto(host=...); if it saves nothing: fewer frames, a smaller batch, LoRA, or more GPUs."
+        )
     policies = {region.tape.policy if region.tape is not None else _FULL for region in regions}
     # If blocks have different policies, the advice is "full" for all.
     current = policies.pop() if len(policies) == 1 else _FULL

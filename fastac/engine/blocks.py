@@ -71,6 +71,8 @@ class BlockState:
     rewritten: set[str] = dataclasses.field(default_factory=set)
     """"weights" or "inputs", if somebody writes these before recompute and their values stay equal, as a compared step
     has shown."""
+    is_auto: bool = False
+    """Policy "auto" chooses for it."""
     lock: Any = dataclasses.field(default_factory=threading.RLock)
     """Held while a recompute runs on an earlier state of its modules."""
     submodules: Sequence[dict[str, Any]] | None = None

@@ -51,10 +51,11 @@ def check_names(model: torch.nn.Module, policies: Mapping[torch.nn.Module, Polic
                 )
 
 
-def attach(block: torch.nn.Module, policy: Policy) -> None:
+def attach(block: torch.nn.Module, policy: Policy, is_strict: bool = True) -> None:
     """Put hooks on the Linear modules of a block that a policy names.
 
-    Raises FastacError for a module whose forward is not that of torch.nn.Linear: its matmul cannot be identified.
+    Raises FastacError for a module whose forward is not that of torch.nn.Linear: its matmul cannot be identified. If it
+    is not strict, such modules are left out.
     """
     attached = state_of(block).attached
     if not policy.linear or policy.linear in attached:
@@ -62,6 +63,8 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
     named = {name: module for name, module in _linear_modules(block).items() if policy.saves_linear(name)}
     for name, module in named.items():
         if not calls_one_product(module):
+            if not is_strict:
+                continue
             raise FastacError(
                 f"{policy}: the output of {name!r} ({class_name(module)}) cannot be saved: its forward is not that of "
                 f"torch.nn.Linear (quantized, fused, parametrized). Leave it out of linear=(...)."
@@ -140,6 +143,9 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
     # The scope forgets the name when the matmul arrives.
     scope = _open_scope()
     if scope is None or scope.product is None:
+        return
+    if scope.tape.measured is not None:  # it cannot be stored, and need not be
+        scope.product = None
         return
     raise PolicyNotAppliedError(
         f"{scope.policy}: the output of the Linear module {scope.product!r} was to be saved, and it called no matmul "

@@ -142,7 +142,7 @@ def begin_region(policy: Policy, function: Any, state: BlockState, inputs: Itera
         other.later += 1
     thread.on_device = [other.reference for other in earlier if other.later < other.policy.keep]
     for other in earlier:
-        if other.later >= other.policy.keep:
+        if other.later >= other.policy.keep and (thread.measurement is None or thread.measurement.needs_host):
             other.offload()
     return stash
 

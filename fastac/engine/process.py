@@ -31,6 +31,8 @@ class Thread(threading.local):
         self.scope: Any = None
         # Choices among floats that the latest recompute made with no scope open: nothing had kept them.
         self.choices: set[str] = set()
+        # The step that is measured (`fastac.engine.measurement.MeasuredStep`), while its forward runs.
+        self.measurement: Any = None
         # The latest backward that recomputed a region, and its regions: first and last autograd node, policy.
         self.backward: int | None = None
         self.replayed: list[tuple[int, int, Policy]] = []
@@ -66,8 +68,12 @@ class Process:
         self.settings: dict[str, Callable[[], str]] = {}
         # The largest size of a rank that the host was seen to have memory for.
         self.host_bytes = 0
-        # Models that compared their memory with other ranks under policy "auto". What ranks wrote stays in their store.
-        self.compared = 0
+        # Models that trained under policy "auto". What they compared with other ranks stays in the ranks' store.
+        self.planners = 0
+        # Optimizers that have stepped since then, and how often memory was taken for good: by a first step of one, or
+        # by another model.
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.memory_changes = 0
         # Resets of dynamo that were seen. After one, it gives the same ids again.
         self.dynamo_resets = 0
         self.reset()
@@ -97,8 +103,8 @@ class Process:
         self.unread_comparisons: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Regions in graphs that torch.compile made, by the id of the compilation. Other threads add to them.
         self.traced: dict[str, Any] = {}
-        # Out-of-memory errors that were seen in forwards of enabled models and in backwards.
-        self.out_of_memory = 0
+        # Modules whose regions were alive when memory ran out in a backward.
+        self.ran_out: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.thread.__init__()  # type: ignore[misc]
 
 

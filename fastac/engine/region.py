@@ -65,6 +65,7 @@ class Region:
 
     def __post_init__(self) -> None:
         self.function = self.beginning.function
+        self.measured = self.tape.measured if self.tape is not None else None
         self.early_stop = torch_private.early_stop(self.early_stop)
         # Whether the forward has ended. A gradient taken inside the forward recomputes it before that.
         self.complete = False
@@ -130,6 +131,8 @@ class Region:
             recomputed = self.recomputed.get(backward)
             if recomputed is None:
                 recomputed = self._recompute(backward)
+            if self.measured is not None:
+                self.measured.sample(tensor for tensor, _ in recomputed.values())
             # A tensor goes with the node that reads it, and not at the end of the backward: that keeps the peak low.
             tensor, version = recomputed.pop(slot, (None, 0))
             if tensor is None:
@@ -158,6 +161,8 @@ class Region:
         checks = self.slots, self.fingerprints, self.compares_metadata, self.early_stop, Region._recompute.__code__
         recompute = Recompute(self.beginning, *checks)
         tensors, tape = recompute.tensors, self.tape
+        if self.measured is not None:
+            self.measured.begin_recompute()
         try:
             if self.stash is not None:
                 recompute.reloaded = self.stash.reload()
@@ -180,6 +185,9 @@ class Region:
                         raise
                 # If a gradient was taken in the middle of the forward, this recompute ran further than the forward.
                 is_read_later = (self.complete or recompute.position <= recompute.count) and recompute.check()
+            if self.measured is not None:
+                weights = [weight for module in self.beginning.modules for weight in module.parameters()]
+                self.measured.end_recompute([tensor for tensor, _ in tensors.values()], weights)
         finally:
             # The graph of the recompute holds its hook, and a block may keep a part of that graph.
             vars(recompute).clear()

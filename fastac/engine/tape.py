@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
 from fastac.engine.beginning import Draws, States, devices_of, generator_state, set_states
+from fastac.engine.measurement import MeasuredRegion
 from fastac.engine.offload import Stash, StashedTensor
 from fastac.engine.process import process, thread
 from fastac.engine.results import Call, Communication, Product, RegionResult
@@ -277,6 +278,8 @@ class Tape(Scope):
     """Collects the caller of each attention call, if the region is observed."""
     hooks: Hooks | None = None
     """The user's hooks that pack and unpack the outputs that are saved."""
+    measured: MeasuredRegion | None = None
+    """The region is measured: it stores no outputs, and notes what it could store."""
 
     def __post_init__(self) -> None:
         self.entries: list[Entry] = []
@@ -349,6 +352,8 @@ class Tape(Scope):
         before = self._prepare(entry, args, kwargs) if saves and op.kind != "choice" else {}
         if saves and self.draws is not None:
             self.draws.look()
+        measured = self.measured
+        began = measured.measurement.now() if measured is not None and measured.measurement.times_kernels else None
         outputs = self.pass_on(op, keyset, args, kwargs)
         if saves and self.draws is not None:
             self.draws.skip()
@@ -367,9 +372,12 @@ class Tape(Scope):
         # autograd.Function (compiled code and custom ops reuse buffers), or if no input requires grad (the user may
         # then write into the output). In both cases store a copy.
         guarded = is_differentiable(args) and (not product or op.name == releases.WHOLE_PRODUCT)
-        entry.store_outputs(outputs, guarded, not guarded, self.hooks)
         if product:
             self.products.append(product)
+        if measured is not None:
+            measured.note(op, product, (args, kwargs), outputs, number=len(self.entries), guarded=guarded, began=began)
+            return outputs
+        entry.store_outputs(outputs, guarded, not guarded, self.hooks)
         if op.is_opaque:
             entry.companion = process.opaque_calls[args[-1]].companion
             entry.companion.check()
@@ -416,7 +424,9 @@ class Tape(Scope):
         entry.ran = True
         self.communication = self.communication or Communication()
         self.communication.count("issued", outputs)
-        if op.kind == "exchange" and self.policy.saves_collectives:
+        if op.kind == "exchange" and self.measured is not None:
+            self.measured.note(op, "", (args, kwargs), outputs, number=len(self.entries))
+        elif op.kind == "exchange" and self.policy.saves_collectives:
             guarded = is_differentiable(args)
             entry.store_outputs(outputs, guarded, copied=False)
             self.communication.count("saved", entry.stored)
@@ -439,7 +449,9 @@ class Tape(Scope):
                 Call(entry.op.name, int(entry.keys), entry.stored is not None, entry.saved_bytes, entry.extra_bytes)
                 for entry in attention
             ),
-            products=tuple(Product(entry.product, entry.saved_bytes) for entry in self.entries if entry.product),
+            products=tuple(
+                Product(e.product, e.saved_bytes) for e in self.entries if e.product and e.stored is not None
+            ),
             choice_bytes=sum(entry.saved_bytes for entry in self.entries if entry.op.kind == "choice"),
             compiled=compiled,
             writing=writing,
@@ -480,6 +492,8 @@ class Replay(Scope):
             entry = self._next(op, inputs_of(args) if is_issued else described(args), product)
         if entry is None or entry.stored is None:
             outputs = self.pass_on(op, keyset, args, kwargs)
+            if self.tape.measured is not None and entry is not None:
+                self.tape.measured.ran_again(self.position, outputs)
             if is_issued and self.tape.communication is not None:
                 self.tape.communication.count("again", outputs)
             return outputs

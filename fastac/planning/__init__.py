@@ -1,11 +1,11 @@
-"""Bytes and FLOPs of a step under every policy, before training, without weights or GPU.
+"""Bytes and FLOPs of a step under every policy, and the best policies for a memory.
 
-`fake_model` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs,
-and `repetition` repeats there what one of several alike blocks did;
-`timeline` reads from these the bytes that any policy holds at each moment; `ranking` lists the outputs that could be
-saved, the best first; `forecast` puts these together for one model and one size of inputs, and chooses for a number of
-bytes; `places` finds the best that fits the memories of device and host; `plans` has `fastac.plan`, `video` plans a
-published model and a video, and `auto` plans while a model trains.
+Before training, without weights or GPU: `fake_model` prepares a model on fake tensors; `simulation` runs a step of it
+and records allocations and FLOPs, and `repetition` repeats there what one of several alike blocks did. In training
+`measured` has the same of a step that was measured. `timeline` reads from either the bytes that any policy holds at
+each moment; `ranking` lists the outputs that could be saved, the best first; `forecast` puts these together for one
+model and one size of inputs, and chooses for a number of bytes; `places` finds the best that fits the memories of
+device and host. `plans` has `fastac.plan`, `video` plans a published model and a video, and `auto` chooses in training.
 """
 
 from fastac.planning.auto import Auto

@@ -106,15 +106,14 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     copied = faked(model, known, torch.empty(0, dtype=like.dtype, device=fake_device))
     blocks = blocks_given(copied, blocks)
     detach_all(copied)  # what is enabled on the model is not simulated
-    for module in copied.modules():
-        set_state(module, None)  # states differ, so blocks with states would never be alike
     named = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False
-    wrappers: list[Any] = [module for module in copied.modules() if is_wrapper(module)]
-    for wrapper in wrappers:
-        if inside(wrapper) in named.values():
-            wrapper.checkpoint_fn = call_plainly  # fastac takes its place
+    module: Any
+    for module in copied.modules():
+        set_state(module, None)  # states differ, so blocks with states would never be alike
+        if is_wrapper(module) and inside(module) in named.values():
+            module.checkpoint_fn = call_plainly  # fastac takes its place
     as_on_cuda = trains_on == "cuda" and fake_device.type != "cuda"
     without_inputs = FakeModel(copied, named, is_by_forward(copied, blocks), known, fake_device, as_on_cuda)
     return without_inputs.with_inputs(inputs)

@@ -1,16 +1,13 @@
-"""A copy of a model without its data, whose weights may be offloaded, cast for each layer, quantized or sharded.
+"""A copy of a model without its data, whose weights may be offloaded, cast for each layer or quantized.
 
 What a step allocates does not depend on that. So hooks that load or cast weights are not copied, and a Linear module
-with a packed weight becomes a Linear module of plain numbers. A model that FSDP2 has sharded is copied as it was
-before. Bytes of weights are those that the model stores, on all GPUs together.
+with a packed weight becomes a Linear module of plain numbers. Bytes of weights are those that the model stores.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
-import sys
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +15,7 @@ from typing import Any
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.torch_private import tree_leaves, tree_map
-from fastac.errors import class_before
+from fastac.engine.torch_private import tree_leaves
 from fastac.models.blocks import unwrapped
 from fastac.planning.fake_values import KnownValues
 from fastac.registry.torch_private import has_no_data
@@ -58,15 +54,7 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
     memo: dict[int, Any] = {}
     # id of a parameter -> the dtype that a hook casts it to before it is used.
     casts: dict[int, torch.dtype] = {}
-    # id of a parameter that FSDP2 shards -> the whole parameter.
-    whole: dict[int, torch.Tensor] = {}
-    inner, units = unwrapped(model), units_of(model)
-    for unit in units:
-        for parameter, sharded, dtype in torch_private.sharded_parameters(unit):
-            numbers = torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device="meta")
-            for key in (id(parameter), id(sharded)):  # the same, except in a unit that is gathered now
-                whole[key] = torch.nn.Parameter(numbers, requires_grad=sharded.requires_grad)
-                casts |= {key: dtype} if dtype != sharded.dtype else {}
+    inner = unwrapped(model)
     hooks_of = {module: hooks for module in inner.modules() if (hooks := _hooks(module))}
     for module, hooks in hooks_of.items():
         # The hooks hold weights, some of them in host memory. The copy shares them until they are removed below.
@@ -74,16 +62,13 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
         for dtype in [hook.compute_dtype for hook in hooks if hasattr(hook, "compute_dtype")]:
             casts.update((id(parameter), dtype) for parameter in module.parameters())
     for module in inner.modules():
-        own = [leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)]
-        tensors = {id(tensor): whole.get(id(tensor), tensor) for tensor in own}
+        tensors = {id(leaf): leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)}
         memo.update((key, fake(tensor, known, like.device, casts.get(key))) for key, tensor in tensors.items())
         # Layerwise casting also stores few bits, but the hook unpacks them.
         if _is_packed(module, tensors) and not casts.keys() & tensors.keys():
-            memo[id(module)] = _unpacked(module, known, like, whole)
-    copied, memo = _copy_before_engine(inner, model, memo)
-    inside = set(inner.modules())
-    for unit in units:  # one may be a wrapper around the model
-        _cast(memo[id(unit)] if unit in inside else copied, *torch_private.sharded_casts(unit))
+            memo[id(module)] = _unpacked(module, known, like)
+    copied: torch.nn.Module
+    copied, memo = _copy(inner, memo)
     for module in hooks_of:
         attributes = vars(memo[id(module)])
         for name in (_DIFFUSERS, _ACCELERATE, "forward"):
@@ -122,38 +107,6 @@ def _hooks(module: torch.nn.Module) -> list[Any]:
     return hooks + ([accelerate_hook, *getattr(accelerate_hook, "hooks", ())] if accelerate_hook is not None else [])
 
 
-def units_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of a model that FSDP2 has sharded."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model can only be sharded if somebody imported it
-    return [module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
-
-
-def gpus_of(model: torch.nn.Module) -> int:
-    """The number of GPUs over which FSDP2 has sharded a model: the most for any parameter; 1 if none is sharded."""
-    sharded = [tensor for unit in units_of(model) for _, tensor, _ in torch_private.sharded_parameters(unit)]
-    meshes = {(tensor.device_mesh, tuple(tensor.placements)) for tensor in sharded}
-    sizes = [
-        # A dimension of the mesh either shards a parameter or has copies of it.
-        math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-        for mesh, placements in meshes
-    ]
-    return max(sizes, default=1)
-
-
-def _cast(module: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Cast what goes into a module and what it returns, as FSDP2 does. inputs, outputs: None for no cast."""
-
-    def to(dtype: torch.dtype, leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    if inputs is not None:
-        cast = functools.partial(tree_map, functools.partial(to, inputs))
-        module.register_forward_pre_hook(lambda _, args, kwargs: cast((args, kwargs)), prepend=True, with_kwargs=True)
-    if outputs is not None:
-        cast_back = functools.partial(tree_map, functools.partial(to, outputs))
-        module.register_forward_hook(lambda _, args, result: cast_back(result))
-
-
 def runs_on(model: torch.nn.Module) -> set[str]:
     """Types of the devices on which a model runs: those of its weights, or the device accelerate moves them to."""
     hooks = [hook for module in model.modules() for hook in _hooks(module)]
@@ -174,7 +127,7 @@ def _before_hooks(module: torch.nn.Module) -> Any:
 def _is_packed(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> bool:
     """Whether a module is a Linear whose weight has fewer than 16 bits, or a library's own form.
 
-    tensors: its own, by id; those that FSDP2 shards are whole.
+    tensors: its own, by id.
     """
     # By its attributes, not its class: libraries have Linear classes of their own, some with the weight in buffers.
     is_linear = hasattr(module, "in_features") and hasattr(module, "out_features") and not module._modules
@@ -196,18 +149,15 @@ def _is_of_torch(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) or torch_private.is_fake(tensor)
 
 
-def _unpacked(
-    module: Any, known: KnownValues, like: torch.Tensor, whole: Mapping[int, torch.Tensor]
-) -> torch.nn.Module:
-    """A Linear module of plain numbers with the sizes of a packed one. whole: as in `faked`."""
+def _unpacked(module: Any, known: KnownValues, like: torch.Tensor) -> torch.nn.Module:
+    """A Linear module of plain numbers with the sizes of a packed one."""
     # Libraries compute in `compute_dtype`, or in the dtype of the weight if products run in it, or of the input.
     weight, bias = getattr(module, "weight", like.detach()), getattr(module, "bias", None)
     numbers = weight if _is_computed_with(weight.dtype) else like
     dtype = getattr(module, "compute_dtype", None) or torch.result_type(numbers, 1.0)
     plain = Unpacked(module.in_features, module.out_features, bias is not None, device="meta", dtype=dtype)
     copied: Any = faked(plain.requires_grad_(weight.requires_grad), known, like)
-    attributes = tree_map(lambda leaf: whole.get(id(leaf), leaf), torch_private.without_engine(vars(module)))
-    setattr(copied.weight, _STORED, _stored(attributes, type(module), set()))
+    setattr(copied.weight, _STORED, _stored(vars(module), type(module), set()))
     if bias is not None:
         setattr(copied.bias.requires_grad_(bias.requires_grad), _STORED, 0)  # the bytes are counted in the weight's
     return copied  # type: ignore[no-any-return]
@@ -229,23 +179,6 @@ def _stored(value: Any, owner: type, seen: set[int]) -> int:
             seen.add(memory)
         size += _stored(getattr(leaf, "__dict__", None), owner, seen)
     return size
-
-
-def _copy_before_engine(
-    inner: torch.nn.Module, model: torch.nn.Module, memo: Mapping[int, Any]
-) -> tuple[torch.nn.Module, dict[int, Any]]:
-    """A deep copy as it was before `fully_shard` or `replicate`. model: the wrappers around it, or itself."""
-    # Modules of the classes that these derive refuse to be copied, so their copies are made here, and filled later.
-    derived = [module for module in model.modules() if class_before(module) is not type(module)]
-    derived = [module for module in derived if id(module) not in memo]
-    empty: dict[int, Any] = {id(module): object.__new__(class_before(module)) for module in derived}
-    attributes = [torch_private.without_engine(module.__getstate__()) for module in derived]
-    (copied, attributes), filled = _copy((inner, attributes), {**memo, **empty})
-    for module_copy, state in zip(empty.values(), attributes, strict=True):
-        module_copy.__setstate__(state)
-    for module in copied.modules() if derived else ():  # parts have hooks, too, which hold the shards
-        module.__dict__ = torch_private.without_engine(vars(module))
-    return copied, filled
 
 
 def _copy(value: Any, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:

@@ -81,29 +81,23 @@ def states_of(
         raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
     if gpus < 1:
         raise FastacError(f"plan(gpus={gpus}): 1 or more was expected")
-    parameters = sum(map(stored_bytes, model.parameters()))
     buffers = sum(map(stored_bytes, model.buffers()))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer_bytes = sum(
-        parameter.numel() * OPTIMIZERS[optimizer](_gradient_bytes(parameter) // max(1, parameter.numel()))
-        for parameter in trained
+        parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize)
+        for parameter in model.parameters()
+        if parameter.requires_grad
     )
-    gathered = (2 * _gathered_bytes(block) + _trained_bytes(block) for block in blocks if gpus > 1)
-    return States(parameters // gpus + buffers, int(optimizer_bytes / gpus), max(gathered, default=0))
+    gathered = (2 * _weight_bytes(block) + _trained_bytes(block) for block in blocks if gpus > 1)
+    return States(_weight_bytes(model) // gpus + buffers, int(optimizer_bytes / gpus), max(gathered, default=0))
 
 
 def _trained_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _gradient_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of the gradient that the optimizer gets: FSDP2 in mixed precision casts it to the dtype of the weight."""
-    return max(parameter.nbytes, stored_bytes(parameter))
-
-
-def _gathered_bytes(module: torch.nn.Module) -> int:
-    """Bytes of whole parameters. They are gathered as they are stored, or in mixed precision as they are used."""
-    return sum(min(parameter.nbytes, stored_bytes(parameter)) for parameter in module.parameters())
+def _weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of parameters as they are stored. FSDP2 gathers them so."""
+    return sum(map(stored_bytes, module.parameters()))
 
 
 class Forecast:
@@ -117,18 +111,15 @@ class Forecast:
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
         """optimizer: a name in OPTIMIZERS. gpus: FSDP2 shards weights, gradients and optimizer states over so many."""
-        self.fake_model, self.gpus, self.split = fake_model, gpus, split
+        self.fake_model, self.blocks, self.gpus, self.split = fake_model, fake_model.blocks, gpus, split
         self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
-        trained = [parameter for parameter in fake_model.model.parameters() if parameter.requires_grad]
-        self.gradients = sum(map(_gradient_bytes, trained)) // gpus
-        # Bytes that a simulated step leaves out, as its gradients have the dtype in which it computes.
-        self.wider = self.gradients - _trained_bytes(fake_model.model) // gpus
+        self.gradients = _trained_bytes(fake_model.model) // gpus
         # Names of the checkpointed blocks -> the step that was simulated with these.
         self._steps: dict[frozenset[str], Timeline] = {}
 
     def policies(self, policy: AnyPolicy) -> dict[str, Policy]:
         """The policies of all blocks. policy: for all blocks, or a mapping of block names to policies or names."""
-        policies = policy if isinstance(policy, Mapping) else dict.fromkeys(self.fake_model.blocks, policy)
+        policies = policy if isinstance(policy, Mapping) else dict.fromkeys(self.blocks, policy)
         return {block: NAMED[value] if isinstance(value, str) else value for block, value in policies.items()}
 
     def step(self, policy: AnyPolicy) -> Timeline:
@@ -175,7 +166,7 @@ class Forecast:
 
     def peak(self, policy: AnyPolicy) -> int:
         """The most bytes that are allocated at one time under a policy."""
-        return self.states.total + self.wider + self.step(policy).peak(self.policies(policy), self.gpus)
+        return self.states.total + self.step(policy).peak(self.policies(policy), self.gpus)
 
     def figures(self, policy: AnyPolicy, name: str = "") -> PolicyFigures:
         """The figures of a policy. name: by default the policy's."""
@@ -210,8 +201,7 @@ class Forecast:
 
         chosen = self.saving(filled(ranked(self.outputs(linear)), fits), collectives)
         choices = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
-        fitting = [choice for choice in choices if step.saved_bytes(choice) <= limit]
-        best = min(fitting, key=step.recomputed)
+        best = min((choice for choice in choices if step.saved_bytes(choice) <= limit), key=step.recomputed)
         return {block: replace(policy, offload=offload) for block, policy in best.items()}
 
 

@@ -104,8 +104,9 @@ class _Places:
     def best(self) -> dict[str, Policy] | None:
         """The best policies that are found, or policies by name if those are better; None if none fit."""
         choices = [self.forecast.policies(policy) for policy in ROWS.values() if policy.checkpoints]
-        number = self.best_number()
-        choices += [self.leaving(near, filled) or {} for near in range(max(0, number - 1), number + 2)]
+        number = self.best_number() if self.room.host else 0
+        nearby = range(max(0, number - 1), number + 1 + bool(self.room.host))
+        choices += [self.leaving(near, filled) or {} for near in nearby]
         return min((choice for choice in choices if choice and self.fits(choice)), key=self.cost, default=None)
 
     def best_number(self) -> int:

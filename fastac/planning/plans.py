@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastac.errors import FastacError, class_name, readable_bytes
+from fastac.engine.checkpoint_wrappers import FSDP1
+from fastac.errors import FastacError, class_before, class_name, readable_bytes
 from fastac.models.blocks import check_module, unwrapped
 from fastac.planning import places
 from fastac.planning.fake_model import Inputs, arguments, fake_model
-from fastac.planning.fake_weights import BREAKS, gpus_of
+from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast, PolicyFigures, States
 from fastac.planning.places import Room
 from fastac.planning.tables import new_table, render
@@ -158,7 +158,7 @@ class Plan:
         if not (gbps > 0 and self.tflops > 0):
             raise FastacError(f"plan: {gbps:g} GB/s beside {self.tflops:g} TFLOP/s: two numbers above 0 were expected")
         forecast = self.forecast
-        return Room(memory - forecast.states.total - forecast.wider, host, gbps * 1e9 / (self.tflops * 1e12))
+        return Room(memory - forecast.states.total, host, gbps * 1e9 / (self.tflops * 1e12))
 
     def _missing(self, room: Room) -> str:
         states = readable_bytes(self.states.total)
@@ -263,7 +263,8 @@ def summary(policies: Collection[Policy]) -> str:
     for policy in policies:
         attention = f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"
         counts.update([*[attention] * (policy.name == "attn_only"), *policy.linear])
-    parts = [f"{what} in {count}" for what, count in counts.most_common()]
+    most, rest = counts.most_common()[:8], counts.most_common()[8:]
+    parts = [f"{what} in {count}" for what, count in most] + [f"{len(rest)} more"] * bool(rest)
     if parts:
         parts[0] += f" of {len(policies)} blocks"
     on_host = sum(bool(policy.offload) for policy in policies)
@@ -277,19 +278,18 @@ def plan(
     *,
     blocks: Any = None,
     optimizer: str = "adamw",
-    gpus: int | None = None,
+    gpus: int = 1,
     checkpointed: int | None = None,
     device: str | None = None,
 ) -> Plan:
     """Plan a step of a model: the bytes that each policy holds, its peak, and the FLOPs that it recomputes.
 
     Args:
-        model: it is copied without its data, and may be on the device "meta", offloaded, quantized or sharded by FSDP2.
+        model: it is copied without its data, and may be on the device "meta", offloaded or quantized.
         inputs: keyword arguments of one call, by name; or a tuple of arguments by position.
         blocks: as in `enable`.
         optimizer: "adamw", "adamw8bit" or "sgd".
-        gpus: number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states. By default those
-            over which it has sharded the model, or 1.
+        gpus: number of GPUs over which FSDP2 will shard weights, gradients and the optimizer's states.
         checkpointed: adds rows for "full" and "attn_only" in the first so many blocks, with the rest not checkpointed,
             as `fastac.first_blocks` has it.
         device: the device that will train, "cuda" or "cpu": some ops are one kernel on CUDA, and hold less. By default
@@ -300,7 +300,7 @@ def plan(
 
     Raises:
         FastacError: the model's blocks are unknown, it does not run on these inputs without data, or is not trained;
-            `inputs` are neither a mapping nor a tuple; the optimizer or the device is unknown; the model is in FSDP1.
+            `inputs` are neither a mapping nor a tuple; the optimizer or the device is unknown; it is sharded already.
 
     Example:
         >>> plan = fastac.plan(transformer, inputs)
@@ -309,11 +309,9 @@ def plan(
     check_module(model, "plan")
     _refuse_sharded(model)
     shapes = str(arguments(inputs))
-    advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
+    advice = "If its weights are quantized, plan before, or from its configuration: fastac plan config.json."
     with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
-        forecast = Forecast(
-            fake_model(model, inputs, blocks, device), optimizer, gpus_of(model) if gpus is None else gpus
-        )
+        forecast = Forecast(fake_model(model, inputs, blocks, device), optimizer, gpus)
         made = plan_of(forecast, class_name(model), shapes, checkpointed)
     if not next(row for row in made.policies if row.policy == "attn_only").saved_bytes:
         logger.warning(
@@ -326,12 +324,12 @@ def plan(
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Raise FastacError for a model that FSDP1 has sharded: its parts have no weights of their own."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model can only be sharded if somebody imported it
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+    """Raise FastacError for a model that FSDP or `replicate` has changed: its parts are no longer those of the plan."""
+    # FSDP1 wraps modules, the others derive classes.
+    if any(FSDP1 in module._modules or class_before(module) is not type(module) for module in model.modules()):
         raise FastacError(
-            f"plan: {class_name(unwrapped(model))} is sharded by FSDP1 (FullyShardedDataParallel). Plan before you "
-            f"shard, with gpus=... for the number of GPUs that share the weights; or shard by fully_shard (FSDP2)."
+            f"plan: {class_name(unwrapped(model))} is sharded by FSDP, or replicated. Plan before that, with gpus=... "
+            f'for the number of GPUs that share the weights; or train it under policy="auto", which measures.'
         )
 
 

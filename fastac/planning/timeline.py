@@ -236,25 +236,6 @@ class Timeline:
         ]
         return max(rates, default=0.0)
 
-    def spare_steps(
-        self, longer: Timeline, steps: int, policies: Policies, memory: int, gradient_shards: int = 1
-    ) -> int | None:
-        """How many steps of frames more fit a memory than this timeline has. Below 0: so many fewer.
-
-        All that a step allocates grows linearly with the tokens of a video.
-
-        longer: the timeline of a video with so many `steps` more. None if it does not do the same as this one.
-        """
-        outlines = [[(event.candidate, event.gradient) for event in timeline.events] for timeline in (self, longer)]
-        if outlines[0] != outlines[1] or self.saved(policies).keys() != longer.saved(policies).keys():
-            return None
-        alive = self.alive(policies, gradient_shards)
-        growth = longer.alive(policies, gradient_shards) - alive
-        if (alive[growth <= 0] > memory).any():
-            return None
-        grows = growth > 0
-        return int(((memory - alive[grows]) * steps // growth[grows]).min())
-
     def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
         """By how many bytes each event changes what is alive on the device."""
         deltas: np.ndarray = self._bytes + self.added(self.saved(policies))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -35,9 +37,8 @@ logger = logging.getLogger("fastac")
 
 Tell = Callable[[str], object]
 
-
 FARTHEST = 8
-"""A guess may be so many times as long as the longest simulated video: models refuse some lengths."""
+"""A video is tried that is about so many times longer than the longest simulated one: models refuse some lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +101,8 @@ def plan_video(
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
-        planned = dataclasses.replace(
-            plan_of(forecast, configuration.name, described, checkpointed),
-            budget=budget,
-            memory=memory,
-            host=host,
-            gbps=gbps,
-            tflops=tflops,
-        )
+        planned = plan_of(forecast, configuration.name, described, checkpointed)
+        planned = dataclasses.replace(planned, budget=budget, memory=memory, host=host, gbps=gbps, tflops=tflops)
         rows, blocks = list(planned.policies), planned.blocks
         if budget is not None:
             blocks = policies_within(forecast, budget, True, offload)
@@ -116,7 +111,7 @@ def plan_video(
             blocks = best
             rows.append(forecast.figures(blocks, AUTO))
     names = [row.policy for row in rows if row.policy in ROWS or row.policy.startswith(WITHIN)]
-    largest = {} if memory is None else {name: search.longest(name, memory) for name in names}
+    largest = {} if memory is None else search.longest(names, memory)
     return dataclasses.replace(planned, policies=tuple(rows), blocks=blocks, largest=largest)
 
 
@@ -149,24 +144,14 @@ class _Search:
     def fake_model(self) -> FakeModel:
         """The model, without inputs."""
         self.tell(f"building {self.configuration.name} without weights")
-        return fake_model(
-            without_weights(self.configuration, self.video.dtype, self.training.lora), (), device=self.training.device
-        )
+        model = without_weights(self.configuration, self.video.dtype, self.training.lora)
+        return fake_model(model, (), device=self.training.device)
 
     def forecast(self, frames: int) -> Forecast:
-        """The forecast for a video of so many frames. Raises FastacError if the model refuses so many."""
-        if frames not in self.forecasts:
-            part, split = self._part(frames)
-            fake_model = self.fake_model
-            self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            with_inputs = fake_model.with_inputs(self.configuration.inputs(part))
-            self.forecasts[frames] = Forecast(with_inputs, self.training.optimizer, self.training.gpus, split)
-        return self.forecasts[frames]
-
-    def _part(self, frames: int) -> tuple[Video, Split]:
-        """The part of a video of so many frames that one rank has. Raises FastacError."""
-        video = dataclasses.replace(self.video, frames=frames)
-        ranks = self.training.context_parallel
+        """The forecast for a video of so many frames. Raises FastacError if the model or its ranks refuse so many."""
+        if frames in self.forecasts:
+            return self.forecasts[frames]
+        video, ranks = dataclasses.replace(self.video, frames=frames), self.training.context_parallel
         with torch_private.fake_mode():
             self.configuration.inputs(video)  # raises if the whole video does not fit the model
             part = self.configuration.part(video, ranks) if ranks > 1 else video
@@ -177,77 +162,79 @@ class _Search:
                 f"frames), and the text has {part.text_tokens}. The plan tells video from text attention by the number "
                 f"of tokens, so a rank needs more video tokens than text tokens. Plan a larger video, or fewer ranks."
             )
-        return part, split
+        with_inputs = self.fake_model.with_inputs(self.configuration.inputs(part))
+        self.tell(f"simulating {self.configuration.name} on {frames} frames")
+        self.forecasts[frames] = Forecast(with_inputs, self.training.optimizer, self.training.gpus, split)
+        return self.forecasts[frames]
 
     @property
     def step(self) -> int:
         """The number of frames between two lengths that the model takes."""
         return self.configuration.default.compression.frames * self.configuration.patch[0]
 
-    @functools.cached_property
-    def far(self) -> int | None:
-        """The frames of a video about twice as long; None if the model refuses it."""
-        frames = self.video.frames + ((self.video.frames - 1) // self.step + 1) * self.step
-        return None if self._peak(frames, "full") is None else frames
+    def longest(self, names: Iterable[str], memory: int) -> dict[str, int]:
+        """Policy -> the most frames with which a step fits a memory, and which the model takes; 0 for none."""
+        self.tell("longest videos")
+        lines: dict[str, int | None] = dict.fromkeys(names)
+        near = far = self.video.frames
+        most = self._most(self._longer(far), "full")
+        # The line has to end at the longest: offload leaves small storages where they are, which shorter videos have.
+        while most > far:
+            far = most
+            lines = {name: self._on_line(name, memory, near, far) for name in lines}
+            if set(lines.values()) == {None} and self._fits(far, "full, offload", memory):
+                near, longest = far, self._longer(far)  # a line may begin later
+            else:
+                longest = max(filter(None, lines.values()), default=far)
+            most = self._most(max(near, min(longest, self._longer(far, FARTHEST))), "full")
+        # A model that takes a video takes shorter ones.
+        found = {
+            name: self._most(most, name, memory) if frames is None else min(frames, most)
+            for name, frames in lines.items()
+        }
+        if self.training.context_parallel > 1:  # but ranks cannot split each of them
+            return {name: self._most(frames, "full") for name, frames in found.items()}
+        return found
 
-    def _peak(self, frames: int, policy: str) -> int | None:
-        """The peak of a policy on so many frames; None if the model refuses them."""
+    def _longer(self, frames: int, times: int = 1) -> int:
+        """A number of frames that is about so many times more."""
+        return frames + times * ((frames - 1) // self.step + 1) * self.step
+
+    def _on_line(self, policy: str, memory: int, start: int, far: int) -> int | None:
+        """The most frames with which a step fits, by the simulations of `start` and `far` frames.
+
+        All that a step allocates grows linearly with the tokens of a video. None if the two do not do the same.
+        """
+        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
+        if policy not in ROWS:
+            return None
+        near, row = self.forecasts[start], ROWS[policy]
+        policies, steps = near.policies(row), (near.step(row), self.forecasts[far].step(row))
+        outlines = [([event.candidate for event in step.events], step.saved(policies).keys()) for step in steps]
+        if outlines[0] != outlines[1]:
+            return None
+        alive, longer = (step.alive(policies, near.gpus) for step in steps)
+        growth, room = longer - alive, memory - near.states.total - alive
+        # A moment that does not grow counts if it does not fit.
+        more = (room * (far - start) // growth.clip(1))[(growth > 0) | (room < 0)].min()
+        longest = max(0, start + int(more) // self.step * self.step)
+        return longest if longest >= start or start == self.video.frames else None
+
+    def _most(self, frames: int, policy: str, memory: float = math.inf) -> int:
+        """The most frames up to so many with which a policy fits, and which the model takes; 0 for none."""
+        fits = functools.partial(self._fits, policy=policy, memory=memory)
+        lengths = range(frames, 0, -self.step)
+        for length in lengths[: self.training.context_parallel]:  # ranks can split one of so many
+            if fits(length) and length in self.forecasts:
+                return length
+        frames -= self.step * bisect.bisect_left(lengths, True, key=fits)
+        return frames if frames in self.forecasts else 0
+
+    def _fits(self, frames: int, policy: str, memory: float) -> bool:
+        """Whether a policy fits on so many frames."""
         try:
             forecast = self.forecast(frames)
-            return forecast.peak(ROWS.get(policy) or forecast.within(self.budget or 0, offload=self.offload))
+            return forecast.peak(ROWS.get(policy) or forecast.within(self.budget or 0, offload=self.offload)) <= memory
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
-            return None
-
-    def longest(self, policy: str, memory: int) -> int:
-        """The most frames with which a step fits a memory, and which the model takes; 0 for none."""
-        self.tell(f"longest video under {policy}")
-        longest = self._longest_on_line(policy, memory)
-        if longest == 0 or (longest is not None and self._peak(longest, "full") is not None):
-            return longest
-        # There is no line, or the model may refuse a video on it. Only simulations show where that begins.
-        start = (self.video.frames - 1) // self.step
-        first = self.video.frames - start * self.step
-        steps = most_steps(lambda steps: self._peak(first + steps * self.step, policy), memory, start)
-        return 0 if steps < 0 else first + steps * self.step
-
-    def _longest_on_line(self, policy: str, memory: int) -> int | None:
-        """The most frames with which a step fits, by two simulations; None if there is no line so far."""
-        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
-        if policy not in ROWS or self.far is None:
-            return None
-        near, far = self.forecasts[self.video.frames], self.forecasts[self.far]
-        policies, room = near.policies(ROWS[policy]), memory - near.states.total - near.wider
-        steps = (self.far - self.video.frames) // self.step
-        more = near.step(ROWS[policy]).spare_steps(far.step(ROWS[policy]), steps, policies, room, near.gpus)
-        longest = None if more is None else max(0, self.video.frames + more * self.step)
-        return None if longest is None or longest > FARTHEST * self.far else longest
-
-
-def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:
-    """The most steps whose peak fits a memory; -1 for none.
-
-    Bytes are nearly proportional to steps: most guesses are on the line through two known peaks.
-
-    peak: bytes of so many steps; None if they are refused, because they are too few or too many. start: a number of
-    steps that is not refused.
-    """
-    peaks: dict[int, int | None] = {}
-    low, high, guess = -1, None, start
-    while True:
-        size = peaks[guess] = peak(guess)
-        # A refused guess below start is too short, and above start too long.
-        if guess < start if size is None else size <= memory:
-            low = guess
-        else:
-            high = guess
-        accepted = {steps: size for steps, size in peaks.items() if size is not None}
-        end = FARTHEST * (max(accepted) + 1) if high is None else high
-        if end - low <= 1:
-            return low if low in accepted else -1
-        guess = 2 * low + 1 if high is None else (low + end) // 2  # twice as long is `far`, which is simulated
-        # There is no line if a guess was refused, or if the peak moves to another moment: every third guess halves.
-        if 1 < len(accepted) == len(peaks) and len(peaks) % 3:
-            nearest, second = sorted(accepted, key=lambda steps: abs(accepted[steps] - memory))[:2]
-            slope = max(1, (accepted[second] - accepted[nearest]) / (second - nearest))
-            guess = min(max(int(nearest + (memory - accepted[nearest]) / slope), low + 1), end - 1)
+            return frames < self.video.frames  # it is too short, and else too long

@@ -13,7 +13,7 @@ from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
-from fastac.hook import Enabled, enabled_on, plan_in_words
+from fastac.hook import Enabled, enabled_on
 from fastac.models.blocks import Blocks, block_lists, by_list, check_module
 from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies
@@ -209,13 +209,14 @@ def report(model: torch.nn.Module) -> Report:
     in_graphs = decided_calls(model)
     rows = tuple(_container_report(name, blocks, enabled, in_graphs) for name, blocks in lists.items())
     names = [name for blocks in lists.values() for name in blocks]
+    plans = [] if enabled is None or enabled.planner is None else enabled.planner.in_words()
     return Report(
         model_class=class_name(model),
         policy="none" if enabled is None else enabled.policy_name,
         active=enabled is not None and enabled.host.is_active,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
-        remarks=tuple(filter(None, (plan_in_words(model), *ignored_backends(model, names)))),
+        remarks=(*plans, *ignored_backends(model, names)),
         recompute=latest.get(model),
     )
 

@@ -232,6 +232,9 @@ class _Verifier:
                 if not self.is_as_found:
                     hook.enable(self.inner, self.policy, blocks=self.blocks, determinism_check=self.determinism_check)
                 steps = self._reference_step, self._policy_step
+                enabled = hook.enabled_on(self.inner)
+                if enabled is not None and enabled.planner is not None and enabled.planner.latest is None:
+                    self._policy_step(False)  # policy "auto" measures its first step, and saves nothing in it
                 result = self._verify_blocks() if self.per_block else self._compare(*steps)
         _raise_if_broken(result)
         if result.recompute is not None:
@@ -305,7 +308,7 @@ class _Verifier:
         with_buffers = self.reference != "full"
         compared = ComparedSteps(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
         runs, expected, later = compared.runs, compared.expected, compared.later
-        # Policy "auto" plans in the first of these steps.
+        # Policy "auto" chooses in the first of these steps.
         enabled = hook.enabled_on(self.inner) if policy is None else None
         used, name = (policy, str(policy)) if enabled is None else (enabled.policy, enabled.policy_name)
         plan = hook.plan_in_words(self.inner) if policy is None else ""

@@ -25,7 +25,7 @@ from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import plan
-from fastac.planning.auto import Auto, Planner
+from fastac.planning.auto import TURNS, Auto, Planner
 from fastac.planning.forecast import ROWS
 from fastac.planning.plans import in_unit, table_of_figures, unit_of
 from fastac.planning.tables import render
@@ -138,7 +138,7 @@ class Ways:
         available = host_memory.available() if self.workload.device.type == "cpu" else None
         # The last tenth is for what a plan does not count. Weights are there already.
         memory = None if available is None else available * 9 // 10 + self.workload.weights
-        return Planner(Auto(memory, None if self.offload else 0, "sgd"))
+        return Planner(Auto(memory, None if self.offload else 0))
 
     def to(self, name: str) -> None:
         """Switch a way on and run a step, in which everything is built or cached that is needed once.
@@ -150,9 +150,9 @@ class Ways:
         gc.collect()
         self.variants[name](self)
         self.current = name
-        # "auto" measures two steps, and plans again before the third if that changes much.
+        # "auto" measures the first step, and may choose again after each of the next ones.
         is_new = name == "auto" and self.planner.latest is None
-        for _ in range(3 if is_new else 1):
+        for _ in range(1 + TURNS if is_new else 1):
             self.workload.step()
             self.workload.release()
         for block in self.blocks():

@@ -16,6 +16,7 @@ from diffusers import WanTransformer3DModel
 
 import fastac
 from fastac.errors import readable_bytes
+from fastac.planning.auto import TURNS
 from fastac.verification import measuring, ways
 from tests.cli.conftest import Command, configuration
 from tests.engine.simulated import simulated
@@ -126,7 +127,7 @@ def test_timed_steps_are_ordinary_ones(
     assert sorted(way for way, _ in rounds) == sorted(4 * ways)
     assert any(compared for way, compared in rounds[::2] if way == "attn_only")
     count = [way for way, _ in forwards].count
-    assert count("auto") - count("attn_only") == 2
+    assert count("auto") - count("attn_only") == TURNS
     limit = readable_bytes(int((5_000_000 // 1024 * 1024 * 9 // 10 + found["weights"]) * 0.94))
     assert found["rows"]["auto"]["chosen"].endswith(f" of {limit} planned")
 

@@ -168,3 +168,13 @@ def test_what_is_on_the_host_stays_there() -> None:
         assert row.offloaded.copies == 3  # to the host, and none back
         del graph
     assert not device.faults
+
+
+@HAS_NOTES
+def test_under_auto_the_note_says_how_to_give_it_less() -> None:
+    model, inputs = support.stack(block=Masked), support.stack_inputs()
+    fastac.enable(model, fastac.Auto(memory="1GiB"), blocks="blocks")
+    graph = model(**inputs)
+    *_, way_out = notes_of(torch.OutOfMemoryError("CUDA out of memory.")).splitlines()
+    assert way_out.startswith('Policy "auto" chose what is saved. Give it less memory, fastac.Auto(memory=...)')
+    del graph

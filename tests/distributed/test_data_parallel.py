@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,16 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from fastac.engine import releases
-from fastac.errors import class_before
 from fastac.models import unwrapped
 from tests import support
 from tests.conftest import forget_accelerate
-from tests.distributed import ranks
 from tests.distributed.models import flat, sharded, sharded_inside
-from tests.distributed.steps import Setup, assert_trained_alike, measured
+from tests.distributed.steps import Setup, assert_trained_alike
 from tests.engine.simulated import simulated
-from tests.support import assert_same, state_of
-from tests.ways.recipes import WAN, Batch, build, narrow
+from tests.ways.recipes import Batch, narrow
 
 
 def adapted(model: Any) -> torch.nn.Module:
@@ -156,33 +152,3 @@ def uneven(batch: Batch, rank: int) -> Batch:
 
 def test_ranks_that_recompute_unequally() -> None:
     assert_trained_alike(Setup(sharded, data=uneven, policies=("none", "attn_only", "attn_only|full")))
-
-
-def test_plan_of_a_model_that_is_sharded() -> None:
-    """As that of the plain model on as many GPUs, before a forward and inside one, which is left as it is."""
-    ranks.run(_planned)
-
-
-def _planned() -> None:
-    model, inputs = build(WAN)
-    adapted(model)
-    first, second = sharded(copy.deepcopy(model)), sharded(copy.deepcopy(model))
-    before, plans = state_of(first), []
-
-    def plan_inside(*args: Any) -> None:
-        handle.remove()
-        plans.append(fastac.plan(first, inputs))
-
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, found = fastac.plan(model, inputs, gpus=2), fastac.plan(first, inputs)
-        assert state_of(first) == before
-        for one in (first, second):
-            fastac.enable(one, "attn_only")
-        handle = first.register_forward_pre_hook(plan_inside)
-        assert_same(measured(first, inputs).tensors, measured(second, inputs).tensors)
-    assert [found, *plans] == [expected] * 2
-    for module in plans[0].forecast.fake_model.model.modules():
-        attributes = vars(module)
-        assert class_before(module) is type(module)
-        assert not any("fsdp" in name or "composable" in name for name in attributes)
-        assert not any(hooks for name, hooks in attributes.items() if name.endswith("_hooks")), "they hold the shards"

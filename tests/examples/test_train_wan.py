@@ -203,7 +203,10 @@ def test_bad_input(refused: Refused, tmp_path: Path, video: Path) -> None:
         (("--video", video, namesake), "two of the videos have this name"),
         (("--policy", "everything"), "attn_only"),
         (("--policy", "auto", "--memory", "some"), "'some'"),
-        (("--policy", "auto", "--memory", "1KiB"), 'policy "auto", WanTransformer3DModel on '),
+        (
+            ("--policy", "auto", "--memory", "1KiB"),
+            'policy "auto", WanTransformer3DModel: the first step would run out of memory',
+        ),
         (("--memory", "1GiB"), "--memory needs --policy auto"),
         *([] if torch.accelerator.is_available() else [(("--policy", "auto"), "on a CPU needs --memory")]),
         (("--resolution", 18), "--resolution 18: must be a multiple of 4"),

@@ -1,4 +1,4 @@
-"""Weights that are stored in other ways: offloaded, cast by layer, quantized, sharded. Values that a model reads."""
+"""Weights that are stored in other ways: offloaded, cast by layer, quantized. Values that a model reads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import disk_offload
 from diffusers.hooks import HookRegistry, ModelHook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastac
 from fastac.errors import FastacError
@@ -137,7 +134,7 @@ def test_what_cannot_be_planned_says_when_it_can() -> None:
     hooked = stack()
     HookRegistry.check_if_exists_or_initialize(hooked).register_hook(ModelHook(), "own")
     for model, cause in ((Whole(), "AssertionError: in parts here"), (hooked, "FakeTensor")):
-        said = rf"{cause}[^\n]*\nIf its weights are sharded or quantized, plan before"
+        said = rf"{cause}[^\n]*\nIf its weights are quantized, plan before"
         with pytest.raises(FastacError, match=said) as caught:
             fastac.plan(model, stack_inputs(), blocks="blocks")
         assert caught.value.__cause__ is not None
@@ -175,38 +172,6 @@ def test_what_cannot_be_copied_is_shared() -> None:
     model.blocks[1].queue = [{"items": (number for number in range(3))}]
     assert fastac.plan(model, stack_inputs(), blocks="blocks") == expected
     assert list(model.blocks[1].queue[0]["items"]) == [0, 1, 2]
-
-
-def test_weights_that_fsdp2_computes_with_in_another_dtype(tmp_path: Path) -> None:
-    """In bf16, stored in fp32. The root of FSDP2 is a wrapper, which casts the inputs of the model."""
-    (stored, inputs), (computed, in_bf16) = tiny(WAN), tiny(WAN, torch.bfloat16)
-    wrapper: Any
-    wrapper, _ = (
-        peft.PeftModel(model, peft.LoraConfig(target_modules=["to_q"]), autocast_adapter_dtype=False).requires_grad_()
-        for model in (stored, computed)
-    )
-    blocks = list(stored.get_submodule("blocks").children())
-    states = fastac.plan(stored, inputs, gpus=4).states
-    gradients = sum(parameter.nbytes for parameter in stored.parameters()) // 4
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(wrapper, mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
-        wrapper.unshard()  # as in a forward: what the root gathers is in bf16
-        found = fastac.plan(wrapper, inputs, gpus=4)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert found.states == dataclasses.replace(states, gathered=states.gathered // 2)
-    assert found.gradients == gradients  # and those of the simulated step are half of it
-    forecast = found.forecast
-    peak = forecast.full.peak(forecast.policies("full"), 4)
-    assert forecast.peak("full") == found.states.total + peak + gradients // 2
-    for mixed, narrow in zip(found.policies, fastac.plan(computed, in_bf16).policies, strict=True):
-        assert (mixed.saved_bytes, mixed.flops) == (narrow.saved_bytes, narrow.flops)
 
 
 # Values of small inputs: a model may ask for them, and for what follows from them alone

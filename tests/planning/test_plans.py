@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -190,21 +191,20 @@ def test_what_cannot_be_planned() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_a_model_in_another_data_parallel_engine(tmp_path: Any) -> None:
-    """DDP changes no plan. FSDP1 is refused: what is wrong is no input, a plan comes before it."""
+    """DDP changes no plan. What changes the model's modules is refused: a plan comes before it."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         expected = fastac.plan(stack(), stack_inputs(), blocks="blocks")
-        for model in (DistributedDataParallel(stack()), replicate(stack())):
-            found = fastac.plan(model, stack_inputs(), blocks="blocks")
-            assert dataclasses.replace(found, subject=expected.subject) == expected
+        found = fastac.plan(DistributedDataParallel(stack()), stack_inputs(), blocks="blocks")
+        assert dataclasses.replace(found, subject=expected.subject) == expected
         by_block: Any = stack()
         for i, block in enumerate(by_block.blocks):
             by_block.blocks[i] = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
-        for model in (by_block, FullyShardedDataParallel(stack(), device_id=torch.device("cpu"))):
-            with pytest.raises(
-                FastacError, match=r"AttentionStack is sharded by FSDP1.*Plan before you shard, with gp"
-            ):
+        in_fsdp1 = FullyShardedDataParallel(stack(), device_id=torch.device("cpu"))
+        in_fsdp2 = fully_shard(stack(), mesh=init_device_mesh("cpu", (1,)))
+        for model in (by_block, in_fsdp1, in_fsdp2, replicate(stack())):
+            with pytest.raises(FastacError, match=r"AttentionStack is sharded by FSDP, or.*Plan before that, with gp"):
                 fastac.plan(model, stack_inputs(), blocks="blocks")
     finally:
         torch.distributed.destroy_process_group()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from fastac import Policy
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.planning.simulation import Split
-from fastac.planning.video import most_steps
 from tests.cli.conftest import Command, configuration
 from tests.planning import planned
 
@@ -46,40 +43,6 @@ def plans(command: Command, tmp_path: Path) -> Plans:
 
 
 # The longest video
-
-
-def searched(peaks: Mapping[int, int], memory: int, start: int) -> tuple[int, int]:
-    """What a search finds where only some numbers of steps are taken, and how many peaks it asks for."""
-    asked: list[int] = []
-
-    def peak(steps: int) -> int | None:
-        asked.append(steps)
-        assert len(asked) <= 40, "it does not end"
-        return peaks.get(steps)
-
-    return most_steps(peak, memory, start), len(asked)
-
-
-def test_the_longest_video_is_the_one_of_brute_force() -> None:
-    """Where few frames are refused, or many; from one video on that fits or does not. In few steps."""
-    for seed in range(20):
-        random = Random(seed)
-        slope, size = random.choice((1, 100, 10_000)), random.choice((3, 10, 60))
-        sizes = list(itertools.accumulate(random.randrange(1, 2 * slope + 1) for _ in range(size)))
-        at = random.choice((0, 0, 5, 20))
-        peaks = {at + step: 500 + peak for step, peak in enumerate(sizes)}
-        for memory in (0, 500 + sizes[0], *(500 + random.choice(sizes) - random.randrange(2) for _ in range(5)), 10**9):
-            expected = max((steps for steps, peak in peaks.items() if peak <= memory), default=-1)
-            assert searched(peaks, memory, random.choice(list(peaks)))[0] == expected
-        gaps = {step: 500 + 10 * step for step in range(60) if random.randrange(3)}
-        for memory in (400, 600, 2000):  # where some in between are refused, what it finds fits, and it ends
-            found, _ = searched(gaps, memory, random.choice(list(gaps)))
-            assert found == -1 or gaps[found] <= memory
-    peaks = {step: 10**9 + 10**7 * step + step % 7 for step in range(10_000)}
-    assert searched(peaks, 30 * 10**9, 20) == (2899, 6)
-    # Where the peak is that of the optimizer's step at first.
-    bent = {step: 1_000_000 + step + 10_000 * max(0, step - 50) for step in range(400)}
-    assert searched(bent, bent[55], 1) == (55, 11)
 
 
 @pytest.mark.slow
@@ -116,6 +79,17 @@ def test_a_search_ends_where_short_videos_are_refused(plans: Plans) -> None:
     found = plans(33, "--gpus", "2", "--context-parallel", "2", "--memory", "10KiB", text_tokens=24)
     assert set(found["largest"].values()) == {0}
     assert (found["budget"], found["blocks"]) == (None, {})
+
+
+@pytest.mark.slow
+def test_the_longest_video_is_one_that_ranks_can_split(plans: Plans) -> None:
+    """Two ranks split rows of three tokens only in an even number of frames of latents: a shorter video is found."""
+    sizes = ("--height", "16", "--width", "48", "--gpus", "2", "--context-parallel", "2")
+    with planned.exact():
+        longer = plans(37, *sizes, text_tokens=1)["rows"]["full"]["peak_bytes"]
+        largest = plans(13, *sizes, "--memory", f"{longer - 1}B", text_tokens=1)["largest"]
+    assert "into 2 equal parts" in plans(33, *sizes, text_tokens=1)["error"]
+    assert largest["full"] == 29
 
 
 def test_videos_that_are_refused(plans: Plans) -> None:

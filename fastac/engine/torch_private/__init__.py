@@ -1,4 +1,4 @@
-"""Private names of torch that the engine uses, by subject: tensors, autograd, the dispatcher, dynamo, FSDP2.
+"""Private names of torch that the engine uses, by subject: tensors, autograd, the dispatcher, dynamo, processes.
 
 Seen in torch 2.9 to 2.15. They are looked up when fastac is first used, not at its import. A name that this torch lacks
 is an ImportError that gives the name and the torch version (`names`). Every name has its reason where it is used, with
@@ -13,5 +13,5 @@ from fastac.engine.torch_private import names as names  # first: it raises befor
 from fastac.engine.torch_private.autograd import *  # noqa: F403
 from fastac.engine.torch_private.dispatcher import *  # noqa: F403
 from fastac.engine.torch_private.dynamo import *  # noqa: F403
-from fastac.engine.torch_private.sharding import *  # noqa: F403
+from fastac.engine.torch_private.processes import *  # noqa: F403
 from fastac.engine.torch_private.tensors import *  # noqa: F403
