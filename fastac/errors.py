@@ -11,7 +11,15 @@ import torch
 _ENGINES = ("FSDP", "DDP", "Replicate")
 """Prefixes that `fully_shard` and `replicate` give to the name of a module's class."""
 
-_NO_MEMORY = ("out of memory", "allocate memory", "cpuallocator", "alloc_failed", "not enough memory")
+_NO_MEMORY = (
+    "out of memory",
+    "allocate memory",
+    "cpuallocator",
+    "alloc_failed",
+    "bad_alloc",
+    "allocation failed",
+    "not enough memory",
+)
 """What errors of torch and of libraries of kernels say if memory runs out."""
 
 

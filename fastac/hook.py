@@ -158,7 +158,7 @@ class Enabled:
         """
         offloading = sum(bool(self.policy_of(block).offload) for block in self.blocks.values())
         for block in (*self.blocks.values(), *self.host.called.values()):
-            state_of(block).latest = state_of(block).transfers = None  # of another policy
+            state_of(block).latest = state_of(block).transfers = None  # they belong to the policy before this one
         for block in self.blocks.values():
             state_of(block).offloading = offloading
             if attaches:

@@ -189,7 +189,7 @@ def test_a_published_model(name: str, lora: int) -> None:
             least = forecast.policies(Policy("full", offload="inputs", keep=1))
         assert forecast.peak(least) <= limit
         names = {block: block for block in forecast.blocks}
-        found = MeasuredForecast(measured(forecast, least), names, 0, False, lambda began, ended: ended - began)  # type: ignore[arg-type]
+        found = MeasuredForecast(measured(forecast, least), names, 0, False)  # type: ignore[arg-type]
         planner, latest = Planner(fastac.Auto(limit)), None
         means = auto._Means(limit, host, 25e9)
         forward: Any = SimpleNamespace(key=(name, False), saves_linear=lambda: True, model=torch.nn.Linear(1, 1))

@@ -17,11 +17,11 @@ UNCOUNTED = ("cpu", "meta")
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device in tensors of this process."""
+    """Bytes of one device that this process uses."""
 
-    # Of those that are alive now.
+    # In tensors that are alive now.
     allocated: int
-    # The most at one time. Only torch.accelerator.reset_peak_memory_stats lowers it.
+    # The most that tensors had at one time. Only torch.accelerator.reset_peak_memory_stats lowers it.
     peak: int
 
 
@@ -43,10 +43,9 @@ def usable_bytes(device: torch.device) -> int:
     return int(usable)
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that is on this rank."""
-    part: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
-    return part
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor that is sharded over several (DTensor)."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def counted(model: torch.nn.Module) -> int:

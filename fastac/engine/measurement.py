@@ -44,9 +44,9 @@ class MeasuredCall:
     is_shared: bool
     # An output was changed in place before the region ended.
     is_written: bool = False
-    # What recompute returned.
+    # The storages that recompute returned.
     again: Collection[StorageWeakRef] = ()
-    # Bytes of these that are stored for backward when the most is allocated.
+    # Bytes of these storages that backward still needs when the most is allocated.
     kept: int = 0
 
     @property
@@ -82,7 +82,8 @@ class MeasuredRegion:
         self.calls: list[MeasuredCall] = []
         # The number of calls of the tape that recompute comes to before it ends.
         self.reached = 0
-        self.stash: Stash | None = None
+        # Of a region that offloads, weakly: what it holds goes with the region's graph.
+        self.stash: weakref.ref[Stash] | None = None
         # Bytes of each storage that offload moves to the host.
         self.leaving: list[int] = []
         self.began = measurement.read()
@@ -128,11 +129,10 @@ class MeasuredRegion:
 
     def end_forward(self, stash: Stash | None) -> None:
         """The forward has ended. stash: of a region that offloads."""
-        self.ended_at, self.stash = self.measurement.now(), stash
+        self.ended_at, self.stash = self.measurement.now(), None if stash is None else stash.reference
         for call in self.calls:
             call.is_written = any(counter._version != version for counter, version in call.counters)
             call.counters = ()
-        self.measurement.end(stash)
 
     def begin_recompute(self) -> None:
         """A recompute begins: of several, the first counts."""
@@ -155,7 +155,7 @@ class MeasuredRegion:
         self.sample(stored)
 
     def sample(self, stored: Iterable[torch.Tensor]) -> None:
-        """Backward asks for a tensor of the region. stored: those that recompute stores, and backward still needs."""
+        """Backward asks for a tensor of the region. stored: the tensors of recompute that backward still needs."""
         allocated = self.measurement.read().allocated
         if allocated > self.highest:
             self.highest, sizes = allocated, _storages(stored)
@@ -196,8 +196,6 @@ class MeasuredStep:
         self.regions: list[MeasuredRegion] = []
         # Regions in the order of their recomputes.
         self.recomputed: list[MeasuredRegion] = []
-        # Of regions that have ended, weakly: what they hold goes with their graph.
-        self._stashes: list[weakref.ref[Stash]] = []
         # Storages that were inputs of regions, weakly.
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # Whether blocks have to leave for the host; None until the second region begins.
@@ -213,8 +211,8 @@ class MeasuredStep:
         self.is_counted = memory is not None
         if memory is None:
             return NOTHING
-        stashes = (stash for reference in self._stashes if (stash := reference()) is not None)
-        stashed = (storage for stash in stashes for storage in stash.storages)
+        stashes = (region.stash() for region in self.regions if region.stash is not None)
+        stashed = (storage for stash in stashes if stash is not None for storage in stash.storages)
         away = sum(storage.size for storage in stashed if storage.device is None and not storage.reloads)
         return Reading(memory.allocated, memory.peak, away)
 
@@ -227,18 +225,12 @@ class MeasuredStep:
         self.regions.append(region)
         return region
 
-    def end(self, stash: Stash | None) -> None:
-        """A region has ended its forward."""
-        if stash is not None:
-            self._stashes.append(stash.reference)
-
     def end_forward(self) -> None:
         """The forward of the model has ended."""
         self.ended, self.ended_at = self.read(), self.now()
         for region in self.regions:
-            if (stash := region.stash) is not None:
+            if region.stash is not None and (stash := region.stash()) is not None:
                 region.leaving = [s.size for s in stash.storages if s.device is None or s.frees_memory(stash)]
-            region.stash = None
 
     @property
     def needs_host(self) -> bool:

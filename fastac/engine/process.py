@@ -70,8 +70,8 @@ class Process:
         self.host_bytes = 0
         # Models that trained under policy "auto". What they compared with other ranks stays in the ranks' store.
         self.planners = 0
-        # Optimizers that have stepped since then, and how often memory was taken for good: by a first step of one, or
-        # by another model.
+        # Optimizers that have stepped since then, and how often memory was taken for good: an optimizer makes its first
+        # step, or another of these models its first forward.
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.memory_changes = 0
         # Resets of dynamo that were seen. After one, it gives the same ids again.

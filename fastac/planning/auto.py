@@ -6,8 +6,8 @@ the allocator's peak shows how far the choice was from what was expected of it, 
 account, until nothing changes. Nothing of the model runs that would not run without a plan.
 
 Ranks must not wait for a rank that does not come: one has other shapes, and another has no more data. So they compare
-their memory in their first forwards alone, since every rank that trains makes these. Later, of the ranks that choose
-for the same inputs for the same time, the first decides for all of them. They use torch's store and no collective.
+their memory in their first forwards alone, since every rank that trains makes these forwards. Later several ranks
+choose for the same inputs: the rank that is first decides for all of them. Ranks use torch's store and no collective.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastac.diagnosis.autograd_graph import tensors_of
 from fastac.engine import host_memory, kinds, torch_private
 from fastac.engine.beginning import autocast_state
 from fastac.engine.blocks import signature
@@ -31,14 +32,12 @@ from fastac.engine.device_memory import (
     local,
     memory_of,
     now,
-    seconds,
     usable_bytes,
     watch_optimizers,
 )
 from fastac.engine.measurement import MeasuredStep
 from fastac.engine.process import process, thread
 from fastac.engine.ranks import Ranks
-from fastac.engine.torch_private import tree_leaves
 from fastac.engine.transport import bus_rate
 from fastac.errors import FastacError, NothingFitsError, class_name, rank, readable_bytes
 from fastac.planning import places
@@ -58,7 +57,7 @@ LITTLE = 0.01
 """A step may take so much more than the limit, by a share of it: that is a part of the reserve."""
 
 TURNS = 4
-"""So often the policies for inputs of one signature are chosen, at most, or until the same are chosen twice."""
+"""After the first choice for inputs of one signature, so many others at most: then one that was seen to fit stays."""
 
 SIGNATURES = 32
 """So many signatures of inputs are measured. After that, inputs of other shapes have the policies of the next larger
@@ -140,7 +139,8 @@ class Auto:
             )
         copies = 0.0
         for optimizer in self.optimizers:
-            is_torch = type(optimizer).__module__.startswith("torch.")  # of others only what is allocated is known
+            # Other optimizers than torch's may have any number of states: only what they have allocated is known.
+            is_torch = type(optimizer).__module__.startswith("torch.")
             for group in optimizer.param_groups if is_torch else ():
                 states = 2 + group.get("amsgrad", False) if "betas" in group else bool(group.get("momentum"))
                 copies += states * sum(
@@ -224,7 +224,7 @@ class _RunningStep:
     @functools.cached_property
     def device(self) -> torch.device:
         """The device that computes. Weights may wait elsewhere, but inputs do not."""
-        devices = [tensor.device for tensor in (*_tensors(self.inputs), next(self.model.parameters()))]
+        devices = [tensor.device for tensor in (*tensors_of(self.inputs), next(self.model.parameters()))]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
     @property
@@ -284,7 +284,7 @@ class Planner:
         """
         choice, weight = _NOTHING_TRAINS, self._trained(model, blocks.values())
         # A frozen model trains what its inputs come from, such as a generator.
-        requiring = tuple([t.requires_grad for t in _tensors((args, kwargs))]) if weight is None else ()
+        requiring = tuple([t.requires_grad for t in tensors_of((args, kwargs))]) if weight is None else ()
         if weight is not None or any(requiring):
             shapes = *signature(args, kwargs), model.training, tuple(autocast_state()), requiring
             key = shapes, weight is not None and weight.grad is not None
@@ -410,7 +410,7 @@ class Planner:
         measurement, thread.measurement = thread.measurement, None
         if measurement is not None:
             measurement.end_forward()
-        for output in _tensors(outputs) if self._running else ():
+        for output in tensors_of(outputs) if self._running else ():
             if output.requires_grad:
                 output.register_hook(functools.partial(_in_backward, self._running[-1]))
 
@@ -456,9 +456,7 @@ class Planner:
         names: dict[Any, str] = {module: name for name, module in forward.model.named_modules()}
         names |= {block: name for name, block in forward.blocks.items()}
         if all(region.block in names for region in measurement.regions) and measurement.recomputed:
-            self._forecasts[forward.key[0]] = MeasuredForecast(
-                measurement, names, forward.taken, forward.key[1], seconds
-            )
+            self._forecasts[forward.key[0]] = MeasuredForecast(measurement, names, forward.taken, forward.key[1])
         elif measurement.recomputed:
             why = 'no plan, so policy "attn_only": the model checkpoints functions that are no modules'
             for has_gradients in (False, True):
@@ -554,10 +552,6 @@ def no_memory() -> FastacError:
         'policy "auto" asks the device how much memory it has, and this one does not say (a CPU?). Write what a step '
         'may use, with weights and optimizer: fastac.enable(model, policy=fastac.Auto(memory="16GiB")).'
     )
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _in_backward(forward: _RunningStep, gradient: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """A copy of a model without its data, whose weights may be offloaded, cast for each layer or quantized.
 
 What a step allocates does not depend on that. So hooks that load or cast weights are not copied, and a Linear module
-with a packed weight becomes a Linear module of plain numbers. Bytes of weights are those that the model stores.
+with a packed weight becomes a Linear module of plain numbers. Weights count with the bytes that the model stores.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from fastac.engine.device_memory import seconds
 from fastac.engine.measurement import MeasuredRegion, MeasuredStep
 from fastac.planning.forecast import Forecast, States
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, HeldStorage, Moment, Timeline, block_name
@@ -22,16 +23,15 @@ SAMPLED = 1.25
 
 
 class MeasuredForecast(Forecast):
-    """The steps of a model on inputs of one signature, from one that was measured under full checkpointing.
+    """Steps of a model on inputs of one signature, from one step that was measured under full checkpointing.
 
-    All bytes are those that are allocated, with weights and whatever else is there.
+    Bytes are all that the device has allocated: weights, states of the optimizer and other models are among them.
 
     Args:
         measurement: its backward has ended.
         names: block -> its name.
         taken: bytes that are allocated when a step begins, if nobody counts them.
         had_gradients: gradients of parameters were among them.
-        seconds: of the device between two moments.
     """
 
     def __init__(
@@ -40,7 +40,6 @@ class MeasuredForecast(Forecast):
         names: Mapping[Any, str],
         taken: int,
         had_gradients: bool,
-        seconds: Callable[[Any, Any], float],
     ) -> None:
         self.measurement, self.gpus, self.states = measurement, 1, States(0, 0)
         calls = Counter[str]()
@@ -56,7 +55,7 @@ class MeasuredForecast(Forecast):
         self.gradients = sum(self._gradients.values())
         self._steps, self._is_careful = {}, False
         self._find_heights()
-        self._find_flops(seconds)
+        self._find_flops()
 
     def careful(self) -> MeasuredForecast:
         """The same, for a first choice: what backward holds is known for the moments alone at which somebody looked."""
@@ -98,7 +97,7 @@ class MeasuredForecast(Forecast):
         if again and again[0].peak > step.ended.peak:
             self._head = again[0].peak - step.ended.allocated
 
-    def _find_flops(self, seconds: Callable[[Any, Any], float]) -> None:
+    def _find_flops(self) -> None:
         """Find what each region and call takes: FLOPs; or the time, in FLOPs that the device does in it."""
         calls = [call for region in self._regions for call in region.calls]
         self._work: dict[Any, float] = {call: call.flops for call in calls}

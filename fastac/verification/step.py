@@ -16,6 +16,7 @@ from fastac import registry
 from fastac.compiled import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine.beginning import generators_preserved
+from fastac.engine.device_memory import local
 from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.engine.results import Call, Product, RegionResult
@@ -119,7 +120,7 @@ def run_step(
     try:
         with generators_preserved(), modules_preserved([model]) as before, torch.enable_grad():
             with _counting(is_counted) as forward:
-                outputs = [_local(t) for t in floating(function(*args, **kwargs))]
+                outputs = [local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
             # Random weights: in a plain sum, errors of opposite sign would cancel. On the CPU, so that all devices and
             # both steps have the same.
@@ -137,9 +138,9 @@ def run_step(
         # `list.remove` compares by value, and all empty lists are equal.
         process.collectors[:] = [collector for collector in process.collectors if collector is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-    tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
+    tensors |= {f"gradient of {name}": local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
+    tensors |= {f"gradient of input {i}": local(leaf.grad) for i, leaf in enumerate(leaves)}
     tensors |= written
     # `tensors` holds these gradients. With None, the next backward makes new ones and leaves these as they are.
     model.zero_grad(set_to_none=True)
@@ -158,11 +159,6 @@ def run_step(
 
 def _counting(is_counted: bool, on_device: bool = False) -> contextlib.AbstractContextManager[Executed]:
     return executed_attention(on_device) if is_counted else contextlib.nullcontext(Executed())
-
-
-def _local(tensor: Any) -> Any:
-    """This rank's part of a tensor that is sharded over several (DTensor)."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def floating(outputs: Any) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 
 import fastac
 from fastac import Auto, FastacError
-from fastac.engine import tape
+from fastac.engine import device_memory, tape, torch_private
 from fastac.engine.device_memory import DeviceMemory
 from fastac.errors import NothingFitsError
 from fastac.hook import enabled_on
@@ -310,6 +310,34 @@ def test_a_model_that_cannot_be_simulated() -> None:
             run(model, inputs | {"captions": ["a cat" * number] * 2})
         assert saved_by(model) > 0
         assert len(enabled_on(model).planner._forecasts) == 1
+
+
+def test_a_backward_that_nobody_saw_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled autograd drops what is to be called at its end. Then memory is read when the next forward begins."""
+    monkeypatch.setattr(torch_private, "at_end_of_backward", lambda function: None)
+    model, inputs = stack(layers=LAYERS), stack_inputs(256)
+    with enabled(model, inputs, 0.5) as device:
+        assert settle(model, inputs, device)[-1] > 0
+
+
+def test_what_a_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names that torch has for it: each exists, also where no device does."""
+    bytes_of = {"memory_allocated": 3, "max_memory_allocated": 7, "memory_reserved": 5}
+    for name, count in bytes_of.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, count=count: count)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Mock())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 40))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.25)
+    event = torch.Event
+    monkeypatch.setattr(torch, "Event", Mock(side_effect=lambda *args, **kwargs: Mock(event)))
+    device = torch.device("cuda", 0)
+    assert device_memory.memory_of(device) == DeviceMemory(3, 7)
+    assert device_memory.usable_bytes(device) == 10  # a quarter of 40, and not what is reserved and free
+    began, ended = device_memory.now(device), device_memory.now(device)
+    began.elapsed_time.return_value = 2000.0
+    assert device_memory.seconds(began, ended) == 2
+    began.record.assert_called_once()
+    ended.synchronize.assert_called_once()
 
 
 def test_a_frozen_model_whose_input_requires_grad() -> None:
