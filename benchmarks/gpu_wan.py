@@ -54,6 +54,7 @@ from fastac.errors import readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
+from fastac.planning import places
 from fastac.planning.auto import TURNS, Auto, Planner
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import ROWS, AnyPolicy, Forecast
@@ -277,7 +278,7 @@ class Training(ways.Workload):
             return ROWS[way]
         budget, _, offloads = way.removeprefix("plan ").partition(", ")
         is_eager = self.case.compiled is None  # compiled blocks save no outputs of Linear modules
-        return self.forecast.within(parse_bytes(budget), linear=is_eager, offload=bool(offloads))
+        return places.within(self.forecast, parse_bytes(budget), linear=is_eager, offload=bool(offloads))
 
     def planner(self, way: str) -> Planner:
         """The plans of one of the ways by "auto". Only one whose name says so uses the host."""

@@ -27,6 +27,7 @@ import fastac
 from common import allocated_bytes, finish, parser, positive
 from fastac.engine.tape import Replay
 from fastac.models import published as configurations
+from fastac.planning import places
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.policy import NAMED, Policy
@@ -168,7 +169,7 @@ def compare(pair: Pair) -> Iterator[Row]:
         "full": NAMED["full"],
         "long_attn_only": Policy("attn_only", min_kv=pair.text_tokens + 1),
         "attn_only": Policy(),
-        "within": forecast.within(int(1.5 * forecast.figures("attn_only").saved_bytes)),
+        "within": places.within(forecast, int(1.5 * forecast.figures("attn_only").saved_bytes)),
     }
     for name, policy in policies.items():
         mine = copy.deepcopy(model)

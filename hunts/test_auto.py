@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import fastac
+from fastac.engine import device_memory
 from fastac.engine.device_memory import DeviceMemory
 from fastac.engine.measurement import MeasuredCall, Reading
 from fastac.hook import enabled_on
@@ -89,8 +90,8 @@ def test_a_random_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         allocator = LiveBytes(tensors_of(model, inputs))
         weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         told = lambda _: DeviceMemory(weights + allocator.now, weights + allocator.peak)  # noqa: E731
-        monkeypatch.setattr(auto, "memory_of", told)
-        monkeypatch.setattr(auto, "usable_bytes", lambda _: memory)
+        monkeypatch.setattr(device_memory, "memory_of", told)
+        monkeypatch.setattr(device_memory, "usable_bytes", lambda _: memory)
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         fastac.enable(model, fastac.Auto(host=host, gbps=1e6), **options)
         with allocator, meter:
@@ -181,7 +182,7 @@ def test_a_published_model(name: str, lora: int) -> None:
     forecast = Forecast(with_inputs)
     for gibibytes in PUBLISHED[name, lora]:
         limit, host = (parse_bytes(f"{size}GiB") for size in gibibytes)
-        room = Room(limit - forecast.states.total, host, 25e9 / 4e14)
+        room = Room(limit, host, 25e9 / 4e14)
         best = places.choose(forecast, room)
         assert best is not None
         least = forecast.policies("full")
@@ -191,9 +192,8 @@ def test_a_published_model(name: str, lora: int) -> None:
         names = {block: block for block in forecast.blocks}
         found = MeasuredForecast(measured(forecast, least), names, 0, False)  # type: ignore[arg-type]
         planner, latest = Planner(fastac.Auto(limit)), None
-        means = auto._Means(limit, host, 25e9)
-        forward: Any = SimpleNamespace(key=(name, False), saves_linear=lambda: True, model=torch.nn.Linear(1, 1))
-        planner._means, planner._words[name] = means, name
+        forward: Any = SimpleNamespace(key=(name, False), saves_linear=lambda: True, model=None, subject=name)
+        planner._limit, planner._host, planner._rate = limit, host, 25e9
         relative, peaks = [], []
         for _ in range(3):
             memory = limit - (latest.excess if latest is not None else 0)
@@ -202,8 +202,7 @@ def test_a_published_model(name: str, lora: int) -> None:
             peaks.append(peak / limit)
             relative.append(forecast.figures(latest.policies).relative)
             assert peak <= limit / (1 - auto.RESERVE)
-            assert latest.figures is not None
-            latest.excess, latest.was_seen = peak - latest.figures.peak_bytes, True
+            latest.excess, latest.was_seen = peak - latest.peak, True
             latest.is_over = peak > limit * (1 + auto.LITTLE)
         of_plan = forecast.figures(best).relative
         figures = " | ".join(f"{figure:.4f}" for figure in (of_plan, *relative))

@@ -228,7 +228,7 @@ def best_rows(plan: Plan, host: int) -> list[PolicyFigures]:
     rows = []
     for memory in sorted(peaks | between | {most}):
         room = plan.room(memory, host)
-        policies = places.choose(forecast, room)
-        if policies is not None and (row := forecast.figures(policies)).bytes_per_flop <= room.bytes_per_flop:
-            rows.append(row)
+        policies = places.choose(forecast, room, waits=False)
+        if policies is not None:
+            rows.append(forecast.figures(policies))
     return rows

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastac.engine import torch_private
-from fastac.engine.device_memory import local
+from fastac.engine import device_memory, torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.registry import BoundOp, flops
 
@@ -90,7 +89,7 @@ class MeasuredRegion:
         self.began_at = self.ended_at = measurement.now()
         # Of the parameters that are trained, on this rank.
         trained = [p for p in (block.parameters() if block is not None else ()) if p.requires_grad]
-        self.gradients = sum(local(parameter).nbytes for parameter in trained)
+        self.gradients = sum(device_memory.local(parameter).nbytes for parameter in trained)
         # What was allocated when its recompute began, and the most whenever backward asked for a tensor after that.
         self.recompute = NOTHING
         self.highest = -1
@@ -173,26 +172,16 @@ class MeasuredStep:
     """One forward of a model, and its backward.
 
     Args:
-        read: returns the memory of the device, as `device_memory` has it; None if nobody counts it.
-        now: this moment, on the device.
-        times_kernels: each kernel is timed by itself.
+        device: the device that computes.
         need: bytes that backward allocates besides what blocks hold: gradients of parameters.
         limit: bytes that may be allocated.
         blocks: number of blocks that may run.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        now: Callable[[], Any],
-        *,
-        times_kernels: bool,
-        need: int,
-        limit: int,
-        blocks: int,
-    ) -> None:
-        self._memory, self.now, self.times_kernels = read, now, times_kernels
-        self._need, self._limit, self._blocks = need, limit, blocks
+    def __init__(self, device: torch.device, need: int, limit: int, blocks: int) -> None:
+        self._device, self._need, self._limit, self._blocks = device, need, limit, blocks
+        # Whether each kernel is timed by itself.
+        self.times_kernels = device.type not in device_memory.UNCOUNTED
         self.regions: list[MeasuredRegion] = []
         # Regions in the order of their recomputes.
         self.recomputed: list[MeasuredRegion] = []
@@ -200,14 +189,19 @@ class MeasuredStep:
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # Whether blocks have to leave for the host; None until the second region begins.
         self._is_short: bool | None = None
-        self.began, self.began_at = self.read(), now()
+        self.began, self.began_at = self.read(), self.now()
         # What was allocated when the forward had ended, and when backward had.
         self.ended = self.after = NOTHING
+        self.has_ended = False
         self.ended_at: Any = None
+
+    def now(self) -> Any:
+        """This moment, on the device."""
+        return device_memory.now(self._device)
 
     def read(self) -> Reading:
         """What is allocated now. Zeros if nobody counts it."""
-        memory = self._memory()
+        memory = device_memory.memory_of(self._device)
         self.is_counted = memory is not None
         if memory is None:
             return NOTHING
@@ -231,6 +225,10 @@ class MeasuredStep:
         for region in self.regions:
             if region.stash is not None and (stash := region.stash()) is not None:
                 region.leaving = [s.size for s in stash.storages if s.device is None or s.frees_memory(stash)]
+
+    def end_backward(self) -> None:
+        """Its backward has ended."""
+        self.has_ended, self.after = True, self.read()
 
     @property
     def needs_host(self) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from fastac.errors import FastacError
 from fastac.planning.fake_model import FakeModel
 from fastac.planning.fake_weights import stored_bytes
-from fastac.planning.ranking import Output, filled, marks_of, ranked
 from fastac.planning.simulation import Split, simulate
 from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_name
 from fastac.policy import NAMED, AnyPolicy, Policy
@@ -100,6 +102,16 @@ def _weight_bytes(module: torch.nn.Module) -> int:
     return sum(map(stored_bytes, module.parameters()))
 
 
+class Output(NamedTuple):
+    """What one mark saves in one block: all calls of a Linear module, or attention over so many keys."""
+
+    block: str
+    # Name of the Linear module, or number of keys.
+    mark: str | int
+    bytes: int
+    flops: int
+
+
 class Forecast:
     """Steps of a model on one size of inputs, simulated with full checkpointing of all blocks, of none, or of some."""
 
@@ -111,11 +123,14 @@ class Forecast:
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
         """optimizer: a name in OPTIMIZERS. gpus: FSDP2 shards weights, gradients and optimizer states over so many."""
-        self.fake_model, self.blocks, self.gpus, self.split = fake_model, fake_model.blocks, gpus, split
+        self.fake_model, self.blocks, self.split = fake_model, fake_model.blocks, split
+        # GPUs over which gradients are sharded; a large number if they are allocated already.
+        self.gradient_shards = gpus
         self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
         self.gradients = _trained_bytes(fake_model.model) // gpus
         # Names of the checkpointed blocks -> the step that was simulated with these.
         self._steps: dict[frozenset[str], Timeline] = {}
+        self._policies: dict[Any, Policy] = {}
 
     def policies(self, policy: AnyPolicy) -> dict[str, Policy]:
         """The policies of all blocks. policy: for all blocks, or a mapping of block names to policies or names."""
@@ -139,6 +154,7 @@ class Forecast:
         """A step with full checkpointing of all blocks."""
         return self.step("full")
 
+    @functools.cached_property
     def candidates(self) -> dict[str, list[Candidate]]:
         """Block name -> its candidates, in the order of the forward. Blocks that do not run come last."""
         step, candidates = self.full, dict[str, list[Candidate]]()
@@ -146,27 +162,41 @@ class Forecast:
             candidates.setdefault(block_name(region), []).extend(step.candidates[region])
         return candidates
 
-    def outputs(self, linear: bool = True) -> dict[str, list[Candidate]]:
-        """Block name -> the outputs that a policy could save. linear: whether of Linear modules, too."""
-        return {
-            block: [out for out in listed if out.name not in ("", EXCHANGED) and (linear or out.keys)]
-            for block, listed in self.candidates().items()
-        }
+    def ranked(self, linear: bool = True) -> list[Output]:
+        """All outputs that avoid FLOPs, the most for a byte first. Of equal ones, those of the last block come first.
 
-    def saving(self, chosen: Iterable[Output], collectives: str = "save") -> dict[str, Policy]:
-        """The policies of all blocks that save these outputs; "save": and those of collectives."""
-        marks = marks_of(chosen)
-        return {block: policy_of(marks[block], listed, collectives) for block, listed in self.candidates().items()}
+        Backward releases the outputs of the last block first. linear: whether those of Linear modules are listed.
+        """
+        found = []
+        for block in reversed(list(self.candidates)):
+            sizes, flops = Counter[str | int](), Counter[str | int]()
+            for out in self.candidates[block]:
+                mark = out.keys or (out.name if linear and out.name != EXCHANGED else "")
+                sizes[mark] += out.bytes
+                flops[mark] += out.flops if mark else 0
+            found += [Output(block, mark, sizes[mark], flops[mark]) for mark in sizes if flops[mark]]
+        # Equal outputs of all blocks stand together.
+        return sorted(found, key=lambda out: (-out.flops / max(1, out.bytes), -out.bytes, str(out.mark)))
 
-    def smallest(self, linear: bool = True) -> int | None:
-        """The fewest bytes with which `within` saves something; None if there is nothing to save."""
-        # Attention over fewer keys than the most is saved only together with the longest.
-        alone = (self.saving([out], "recompute") for out in ranked(self.outputs(linear)))
-        return min(map(self.full.saved_bytes, alone), default=None)
+    def saving(self, chosen: Iterable[Output], collectives: str = "save", leaving: int = 0) -> dict[str, Policy]:
+        """The policies of all blocks that save these outputs; "save": and those of collectives.
+
+        leaving: so many blocks, the first, wait on the host.
+        """
+        marks, found = defaultdict[str, set[str | int]](set), {}
+        for out in chosen:
+            marks[out.block].add(out.mark)
+        for number, (block, candidates) in enumerate(self.candidates.items()):
+            key = block, frozenset(marks[block]), collectives, number < leaving
+            if key not in self._policies:  # hundreds of mixtures of a few policies are tried
+                policy = policy_of(key[1], candidates, collectives)
+                self._policies[key] = replace(policy, offload=True, keep=1) if key[3] else policy
+            found[block] = self._policies[key]
+        return found
 
     def peak(self, policy: AnyPolicy) -> int:
         """The most bytes that are allocated at one time under a policy."""
-        return self.states.total + self.step(policy).peak(self.policies(policy), self.gpus)
+        return self.states.total + self.step(policy).peak(self.policies(policy), self.gradient_shards)
 
     def figures(self, policy: AnyPolicy, name: str = "") -> PolicyFigures:
         """The figures of a policy. name: by default the policy's."""
@@ -184,25 +214,6 @@ class Forecast:
             relative=flops / self.full.flops.total() if flops else 1.0,
             bytes_per_flop=step.bytes_per_flop(policies),
         )
-
-    def within(self, limit: int, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
-        """The policies of all blocks that avoid the most recompute with `limit` bytes of saved outputs.
-
-        Collectives of context parallelism count first. If they exceed the limit by themselves, they are issued again.
-
-        linear: whether outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait
-        in host memory.
-        """
-        step = self.full
-        collectives = "save" if step.saved_bytes(self.saving((), "save")) <= limit else "recompute"
-
-        def fits(chosen: Sequence[Output]) -> bool:
-            return step.saved_bytes(self.saving(chosen, collectives)) <= limit
-
-        chosen = self.saving(filled(ranked(self.outputs(linear)), fits), collectives)
-        choices = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
-        best = min((choice for choice in choices if step.saved_bytes(choice) <= limit), key=step.recomputed)
-        return {block: replace(policy, offload=offload) for block, policy in best.items()}
 
 
 def policy_of(marks: Collection[str | int], candidates: Sequence[Candidate], collectives: str = "save") -> Policy:

@@ -8,6 +8,7 @@ saved output is held from its forward until the backward of its block is done.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +42,7 @@ class MeasuredForecast(Forecast):
         taken: int,
         had_gradients: bool,
     ) -> None:
-        self.measurement, self.gpus, self.states = measurement, 1, States(0, 0)
+        self.measurement, self.gradient_shards, self.states = measurement, 1, States(0, 0)
         calls = Counter[str]()
         # Region -> its name, as a timeline has it.
         self._regions: dict[MeasuredRegion, str] = {}
@@ -53,14 +54,19 @@ class MeasuredForecast(Forecast):
         self.base = measurement.began.level if measurement.is_counted else taken
         self._gradients = {region: region.gradients * (not had_gradients) for region in self._regions}
         self.gradients = sum(self._gradients.values())
-        self._steps, self._is_careful = {}, False
+        self._steps, self._policies, self._is_careful = {}, {}, False
         self._find_heights()
         self._find_flops()
 
-    def careful(self) -> MeasuredForecast:
-        """The same, for a first choice: what backward holds is known for the moments alone at which somebody looked."""
+    def of_step(self, *, has_gradients: bool, is_first: bool = False) -> MeasuredForecast:
+        """The same, of a step that begins beside gradients, or of the first that is chosen.
+
+        Then what backward holds is known for the moments alone at which somebody looked.
+        """
         forecast = copy.copy(self)
-        forecast._steps, forecast._is_careful = {}, True
+        forecast._steps, forecast._is_careful = {}, is_first
+        if has_gradients:  # the step does not allocate them
+            forecast.gradients, forecast.gradient_shards = 0, sys.maxsize
         return forecast
 
     def step(self, policy: AnyPolicy) -> Timeline:

@@ -137,32 +137,28 @@ class Plan:
             >>> fastac.enable(transformer, plan.within(memory="72GiB", host="64GiB"))
         """
         if saved is not None and memory is None and not host:
-            return policies_within(self.forecast, parse_bytes(saved), linear, offload)
+            return places.within(self.forecast, parse_bytes(saved), linear, offload)
         if saved is not None or memory is None or offload:
             raise FastacError(
                 'plan.within: give either bytes of saved outputs, within("24GiB") or within("24GiB", offload=True), or '
                 'the memory of the device, within(memory="72GiB") or within(memory="72GiB", host="64GiB")'
             )
         room = self.room(parse_bytes(memory), parse_bytes(host), gbps)
-        chosen = policies_in_room(self.forecast, room, linear)
+        chosen = places.choose(self.forecast, room, linear=linear)
         if chosen is None:
-            raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {self._missing(room)}")
+            missing = places.missing(self.forecast, room)
+            raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {missing}")
         return chosen
 
     def room(self, memory: int, host: int | None = None, gbps: float | None = None) -> Room:
-        """What a step may use besides weights and optimizer. Raises FastacError for a rate that is not above 0.
+        """What a step may use. Raises FastacError for a rate that is not above 0.
 
         host, gbps: by default the plan's.
         """
         host, gbps = self.host if host is None else host, self.gbps if gbps is None else gbps
         if not (gbps > 0 and self.tflops > 0):
             raise FastacError(f"plan: {gbps:g} GB/s beside {self.tflops:g} TFLOP/s: two numbers above 0 were expected")
-        forecast = self.forecast
-        return Room(memory - forecast.states.total, host, gbps * 1e9 / (self.tflops * 1e12))
-
-    def _missing(self, room: Room) -> str:
-        states = readable_bytes(self.states.total)
-        return f"Besides {states} of weights and optimizer, {places.missing(self.forecast, room)}"
+        return Room(memory, host, gbps * 1e9 / (self.tflops * 1e12))
 
     def as_json(self) -> dict[str, Any]:
         """The plan in values that JSON has."""
@@ -222,7 +218,7 @@ class Plan:
                 f"10 % less than the device has"
             )
             if best is None:
-                lines.append(f"no policy fits. {self._missing(self.room(self.memory))}")
+                lines.append(f"no policy fits. {places.missing(self.forecast, self.room(self.memory))}")
         if best is not None:
             lines.append(
                 f"best that fits: {best.policy}, with {best.relative:.3f} of the FLOPs of full, "
@@ -346,28 +342,6 @@ def explained(problem: str, advice: str = "") -> Iterator[None]:
             advice = "If it trains under torch.autocast, plan under it; without a GPU under that of the CPU: "
             advice += 'with torch.autocast("cpu", torch.bfloat16).'
         raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
-
-
-def policies_within(forecast: Forecast, limit: int, linear: bool, offload: bool) -> dict[str, Policy]:
-    """The policies of all blocks within a number of bytes, and a warning if they save nothing."""
-    chosen = forecast.within(limit, linear, offload)
-    if all(not policy.is_selective for policy in chosen.values()):
-        least = forecast.smallest(linear)
-        why = "no output of a block can be saved" if least is None else f"the smallest output takes {least} bytes"
-        logger.warning("plan.within(%s) saves nothing: %s", readable_bytes(limit), why)
-    return chosen
-
-
-def policies_in_room(forecast: Forecast, room: Room, linear: bool = True) -> dict[str, Policy] | None:
-    """The best policies of all blocks in a room, and a warning if their copies are not hidden; None if nothing fits."""
-    chosen = places.choose(forecast, room, linear=linear)
-    if chosen is not None and (rate := forecast.full.bytes_per_flop(chosen)) > room.bytes_per_flop:
-        logger.warning(
-            "plan: nothing fits without copies to the host that need %.1f times the rate of the bus: the device will "
-            "wait for them",
-            rate / room.bytes_per_flop,
-        )
-    return chosen
 
 
 def plan_of(forecast: Forecast, name: str, inputs: str, checkpointed: int | None = None) -> Plan:

@@ -127,22 +127,16 @@ class Timeline:
 
     def saved(self, policies: Policies) -> dict[Place, Candidate]:
         """The candidates that policies save."""
-
         saved: dict[Place, Candidate] = {}
         for region, candidates in self.candidates.items():
             if candidates:  # a UNet runs parts of its blocks: the blocks have none, and no policy
-                saved |= self.saved_by(region, policies[block_name(region)])
+                policy = policies[block_name(region)]
+                if (region, policy) not in self._saved:  # hundreds of mixtures of a few policies are asked for
+                    numbered = enumerate(candidates)
+                    of_region = {(region, index): out for index, out in numbered if _is_saved(policy, out)}
+                    self._saved[region, policy] = of_region
+                saved |= self._saved[region, policy]
         return saved
-
-    def saved_by(self, region: str, policy: Policy) -> dict[Place, Candidate]:
-        """The candidates of a region that a policy saves."""
-        # A search asks for thousands of mixtures of a few policies.
-        found = self._saved.get((region, policy))
-        if found is None:
-            candidates = enumerate(self.candidates[region])
-            found = {(region, index): candidate for index, candidate in candidates if _is_saved(policy, candidate)}
-            self._saved[region, policy] = found
-        return found
 
     def saved_bytes(self, policies: Policies) -> int:
         """Bytes of the candidates that policies save."""

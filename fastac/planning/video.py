@@ -16,6 +16,7 @@ from fastac.engine.beginning import generators_preserved
 from fastac.errors import FastacError, readable_bytes
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
+from fastac.planning import places
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast
@@ -28,8 +29,6 @@ from fastac.planning.plans import (
     Plan,
     explained,
     plan_of,
-    policies_in_room,
-    policies_within,
 )
 from fastac.planning.simulation import Split
 
@@ -105,9 +104,9 @@ def plan_video(
         planned = dataclasses.replace(planned, budget=budget, memory=memory, host=host, gbps=gbps, tflops=tflops)
         rows, blocks = list(planned.policies), planned.blocks
         if budget is not None:
-            blocks = policies_within(forecast, budget, True, offload)
+            blocks = places.within(forecast, budget, True, offload)
             rows.append(forecast.figures(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
-        if memory is not None and (best := policies_in_room(forecast, planned.room(memory))) is not None:
+        if memory is not None and (best := places.choose(forecast, planned.room(memory))) is not None:
             blocks = best
             rows.append(forecast.figures(blocks, AUTO))
     names = [row.policy for row in rows if row.policy in ROWS or row.policy.startswith(WITHIN)]
@@ -213,7 +212,7 @@ class _Search:
         outlines = [([event.candidate for event in step.events], step.saved(policies).keys()) for step in steps]
         if outlines[0] != outlines[1]:
             return None
-        alive, longer = (step.alive(policies, near.gpus) for step in steps)
+        alive, longer = (step.alive(policies, near.gradient_shards) for step in steps)
         growth, room = longer - alive, memory - near.states.total - alive
         # A moment that does not grow counts if it does not fit.
         more = (room * (far - start) // growth.clip(1))[(growth > 0) | (room < 0)].min()
@@ -234,7 +233,10 @@ class _Search:
         """Whether a policy fits on so many frames."""
         try:
             forecast = self.forecast(frames)
-            return forecast.peak(ROWS.get(policy) or forecast.within(self.budget or 0, offload=self.offload)) <= memory
+            return (
+                forecast.peak(ROWS.get(policy) or places.within(forecast, self.budget or 0, offload=self.offload))
+                <= memory
+            )
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return frames < self.video.frames  # it is too short, and else too long

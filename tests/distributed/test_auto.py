@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import fastac
+from fastac.engine import device_memory
 from fastac.engine import ranks as ranks_of_engine
 from fastac.engine.device_memory import DeviceMemory
 from fastac.hook import enabled_on
@@ -37,8 +38,8 @@ def _choices(kind: str, forwards: tuple[int, int], wait: float = 240) -> list[di
     # Of a device whose allocator knows all but the weights.
     meter = LiveBytes([*model.parameters(), *model.buffers()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "memory_of", lambda device: DeviceMemory(meter.now, meter.peak))
-        patch.setattr(auto, "usable_bytes", lambda device: room)
+        patch.setattr(device_memory, "memory_of", lambda device: DeviceMemory(meter.now, meter.peak))
+        patch.setattr(device_memory, "usable_bytes", lambda device: room)
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         fastac.enable(model, fastac.Auto(host=0), blocks="blocks")
         wrappers: dict[str, Any] = {"ddp": DistributedDataParallel, "fsdp2": sharded}

@@ -63,9 +63,9 @@ def on_device(models: list[torch.nn.Module], usable: int) -> Iterator[Device]:
     """A device with so many bytes, whose clock says that a forward takes a second."""
     clock, device = itertools.count(), Device(models, usable)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "memory_of", device.memory)
-        patch.setattr(auto, "usable_bytes", lambda _: device.usable)
-        patch.setattr(auto, "now", lambda _: float(next(clock)))
+        patch.setattr(device_memory, "memory_of", device.memory)
+        patch.setattr(device_memory, "usable_bytes", lambda _: device.usable)
+        patch.setattr(device_memory, "now", lambda _: float(next(clock)))
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         gc.collect()
         with device.meter, device.allocator:
@@ -213,10 +213,10 @@ def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert before > after > 0
         for _ in range(20):
             fails(model, torch.OutOfMemoryError("CUDA out of memory"))
-        assert latest(model).shortages == auto.SHORTAGES
+        assert enabled_on(model).planner._shortages == auto.SHORTAGES
         for _ in range(auto.SHORTAGES * auto.FORGOTTEN + 10):
             run(model, inputs)
-        assert latest(model).shortages == 0
+        assert enabled_on(model).planner._shortages == 0
         assert saved_by(model) > 0.9 * before
 
 
@@ -483,12 +483,13 @@ def test_time_counts_and_not_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     for slow in ("attention", "linear"):
         model = stack(layers=LAYERS)
         with enabled(model, inputs, 0.5):
-            monkeypatch.setattr(auto, "UNCOUNTED", ())
-            monkeypatch.setattr(auto, "now", lambda _: clock[0])
+            monkeypatch.setattr(device_memory, "UNCOUNTED", ())
+            monkeypatch.setattr(device_memory, "now", lambda _: clock[0])
             monkeypatch.setattr(tape, "run_kernel", timed)
             for _ in range(3):
                 run(model, inputs)
         saved[slow] = chosen_for(model)[0][:2]
-        assert latest(model).figures.relative < 0.95
+        (forecast,) = enabled_on(model).planner._forecasts.values()
+        assert latest(model).flops < 0.95 * forecast.full.flops.total()
     assert saved["attention"][0] > saved["linear"][0]
     assert saved["attention"][1] < saved["linear"][1]
