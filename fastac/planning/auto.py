@@ -181,7 +181,7 @@ _NOTHING_TRAINS = Choice(Policy("attn_only"), "nothing: no weight is trained and
 
 
 @dataclasses.dataclass(eq=False)
-class _Forward:
+class _RunningForward:
     """A forward of a step."""
 
     model: torch.nn.Module
@@ -234,7 +234,7 @@ class Planner:
         # forward; bytes of the host, and bytes per second of its bus.
         self._limit, self._host, self._rate = 0, 0, 0.0
         # Forwards whose backward has not ended, as far as is known; and how many may belong to one backward.
-        self._running: list[_Forward] = []
+        self._running: list[_RunningForward] = []
         self._together: Counter[Any] = Counter()
         # How many forwards there were, and choices.
         self._forwards = self._decisions = 0
@@ -268,7 +268,7 @@ class Planner:
         if weight is not None or any(requiring):
             shapes = *signature(args, kwargs), model.training, tuple(autocast_state()), requiring
             key = shapes, weight is not None and weight.grad is not None
-            choice = self._choice(_Forward(model, blocks, saves_linear, Arguments(args, kwargs), key))
+            choice = self._choice(_RunningForward(model, blocks, saves_linear, Arguments(args, kwargs), key))
         if choice is self.latest:
             return None
         if self.latest is None or choice.policies != self.latest.policies:
@@ -276,7 +276,7 @@ class Planner:
         self.latest = choice
         return choice
 
-    def _choice(self, forward: _Forward) -> Choice:
+    def _choice(self, forward: _RunningForward) -> Choice:
         """The choice for a forward in which something is trained."""
         self._forwards += 1
         if not self._limit:
@@ -302,7 +302,7 @@ class Planner:
             self._begin(forward, choice)  # fastac.verify holds results of other steps meanwhile
         return choice
 
-    def _least(self, forward: _Forward) -> Choice:
+    def _least(self, forward: _RunningForward) -> Choice:
         """What holds least, in a step that is measured."""
         # No choice has a min_kv of 1: regions of this step are of kinds of their own.
         policy = Policy("attn_only", min_kv=1, linear=("*",) if forward.saves_linear() else ())
@@ -310,7 +310,9 @@ class Planner:
             policy = dataclasses.replace(policy, offload="inputs", keep=1)
         return Choice(policy, "this first step saves nothing, and is measured", is_measured=True)
 
-    def _chosen(self, forward: _Forward, measured: MeasuredForecast, latest: Choice | None, memory: int) -> Choice:
+    def _chosen(
+        self, forward: _RunningForward, measured: MeasuredForecast, latest: Choice | None, memory: int
+    ) -> Choice:
         """The choice for a memory, as a timeline counts it."""
         forecast = measured.of_step(has_gradients=forward.key[1])
         memory -= int(self._limit * SHORTAGE * self._shortages)
@@ -348,7 +350,7 @@ class Planner:
             best=best,
         )
 
-    def _begin(self, forward: _Forward, choice: Choice) -> None:
+    def _begin(self, forward: _RunningForward, choice: Choice) -> None:
         """A step begins: look at what it takes, until its choice is known to be right."""
         forward.choice = choice
         forward.measurement = MeasuredStep(forward.device, forward.gradients, self._limit, len(forward.blocks))
@@ -381,7 +383,7 @@ class Planner:
         self._changes = -1
         logger.info('policy "auto": memory ran out, so the next choices take a tenth less')
 
-    def _learn(self, forward: _Forward) -> None:
+    def _learn(self, forward: _RunningForward) -> None:
         """Take into account what happened since the latest forward."""
         if process.ran_out and (own := process.ran_out.intersection(forward.model.modules())):
             process.ran_out.difference_update(own)
@@ -405,7 +407,7 @@ class Planner:
             for choice in self._choices.values():
                 choice.reopen()
 
-    def _note_measured(self, forward: _Forward) -> None:
+    def _note_measured(self, forward: _RunningForward) -> None:
         measurement = forward.measurement
         names: dict[Any, str] = {module: name for name, module in forward.model.named_modules()}
         names |= {block: name for name, block in forward.blocks.items()}
@@ -415,7 +417,7 @@ class Planner:
             why = 'no plan, so policy "attn_only": the model checkpoints functions that are no modules'
             self._choices[forward.key] = Choice(Policy("attn_only"), why, forward.subject, turn=TURNS)
 
-    def _note_peak(self, forward: _Forward) -> None:
+    def _note_peak(self, forward: _RunningForward) -> None:
         """Note how far a step was from what was expected."""
         choice, step = forward.choice, forward.measurement
         choice.was_seen = True
@@ -436,7 +438,7 @@ class Planner:
         larger = [known for known in alike if kinds.elements_in(known) >= kinds.elements_in(shapes)]
         return min(larger, key=kinds.elements_in, default=shapes), has_gradients
 
-    def _look(self, forward: _Forward) -> None:
+    def _look(self, forward: _RunningForward) -> None:
         """Find what a step may use: the least of all ranks. Raises NothingFitsError if one cannot train the model."""
         auto, memory = self.auto, device_memory.memory_of(forward.device)
         if memory is None and auto.memory is None:

@@ -104,10 +104,10 @@ def choose(forecast: Forecast, room: Room, *, linear: bool = True, waits: bool =
     # all outputs that could be saved.
     if max(forecast.peak(EVERYTHING), forecast.peak("none")) <= room.memory:
         return forecast.policies("none")
-    found = _Search(forecast, room, linear).best()
+    found = _Places(forecast, room, linear).best()
     if found is None and waits and room.bytes_per_flop < math.inf:
         # Slow is better than out of memory.
-        found = _Search(forecast, dataclasses.replace(room, bytes_per_flop=math.inf), linear).best()
+        found = _Places(forecast, dataclasses.replace(room, bytes_per_flop=math.inf), linear).best()
         if found is not None:
             logger.warning(
                 "plan: nothing fits without copies to the host that need %.1f times the rate of the bus: the device "
@@ -118,7 +118,7 @@ def choose(forecast: Forecast, room: Room, *, linear: bool = True, waits: bool =
 
 
 @dataclasses.dataclass
-class _Search:
+class _Places:
     """A search for the policies of all blocks of one model on one size of inputs."""
 
     forecast: Forecast
