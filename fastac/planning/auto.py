@@ -388,8 +388,10 @@ class Planner:
         if process.ran_out and (own := process.ran_out.intersection(forward.model.modules())):
             process.ran_out.difference_update(own)
             self.ran_out()
-        # Compiled autograd drops what is to be called at the end of a backward.
         ended = [each for each in self._running if each.measurement.has_ended or each.measurement.recomputed]
+        for each in ended:
+            if not each.measurement.has_ended:  # compiled autograd drops what is to be called at the end of a backward
+                each.measurement.end_backward()
         counts = Counter(each.key[0] for each in ended)
         # Of forwards that share a backward, the first has seen all that the others take.
         for shapes, first in {each.key[0]: each for each in reversed(ended)}.items():

@@ -313,7 +313,7 @@ def test_a_model_that_cannot_be_simulated() -> None:
 
 
 def test_a_backward_that_nobody_saw_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled autograd drops what is to be called at its end. Then memory is read when the next forward begins."""
+    """Compiled autograd drops what is to be called at its end. Memory is read when the next forward begins then."""
     monkeypatch.setattr(torch_private, "at_end_of_backward", lambda function: None)
     model, inputs = stack(layers=LAYERS), stack_inputs(256)
     with enabled(model, inputs, 0.5) as device:
