@@ -50,7 +50,7 @@ from fastac.cli.machine import gpu
 from fastac.engine import offload
 from fastac.engine.blocks import state_of
 from fastac.engine.transport import transport_of
-from fastac.errors import readable_bytes
+from fastac.errors import parse_bytes, readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
@@ -58,7 +58,7 @@ from fastac.planning import places
 from fastac.planning.auto import TURNS, Auto, Planner
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import ROWS, AnyPolicy, Forecast
-from fastac.planning.plans import parse_bytes, table_of_figures
+from fastac.tables import table_of_figures
 from fastac.verification import ways
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.report import offloaded_by

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
+from fractions import Fraction
 
 import torch
 
@@ -52,6 +54,24 @@ def readable_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    if text == "0":  # the unit does not matter
+        return 0
+    # Decimals need a prefix: "1.5GiB" is a number of bytes, "1.5B" is not.
+    pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"
+    match = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
+    if match is None:
+        raise FastacError(
+            f'{text!r}: expected bytes with their unit, as in "512MiB", "24GiB" (2**30 each) or "24GB" (10**9); in '
+            f"Python a whole number needs no unit"
+        )
+    number, prefix, binary = match.groups()
+    return int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

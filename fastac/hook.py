@@ -119,7 +119,7 @@ class Enabled:
             return
         if not self.host.is_replaced:
             if self.planner is not None and self.host.is_on:
-                choice = self.planner.before_forward(self.model, self.blocks, args, kwargs, self.saves_linear)
+                choice = self.planner.before_forward(self, args, kwargs)
                 if choice is not None:
                     self.take(choice)
         elif self.host.forwards:

@@ -14,6 +14,7 @@ import random
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import fastac
 from fastac.engine import device_memory
 from fastac.engine.device_memory import DeviceMemory
 from fastac.engine.measurement import MeasuredCall, Reading
+from fastac.errors import parse_bytes
 from fastac.hook import enabled_on
 from fastac.models.published import load_configuration
 from fastac.planning import auto, places
@@ -31,7 +33,6 @@ from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.planning.measured import MeasuredForecast
 from fastac.planning.places import EVERYTHING, Room
-from fastac.planning.plans import parse_bytes
 from fastac.planning.timeline import EXCHANGED, Timeline
 from fastac.planning.video import Training, without_weights
 from fastac.policy import Policy
@@ -192,7 +193,7 @@ def test_a_published_model(name: str, lora: int) -> None:
         names = {block: block for block in forecast.blocks}
         found = MeasuredForecast(measured(forecast, least), names, 0, False)  # type: ignore[arg-type]
         planner, latest = Planner(fastac.Auto(limit)), None
-        forward: Any = SimpleNamespace(key=(name, False), saves_linear=lambda: True, model=None, subject=name)
+        forward: Any = SimpleNamespace(key=(name, False), enabled=Mock(), subject=name)
         planner._limit, planner._host, planner._rate = limit, host, 25e9
         relative, peaks = [], []
         for _ in range(3):

@@ -19,8 +19,8 @@ from fastac.backends.diffusers import BACKENDS, DiffusersBackend, unavailable
 from fastac.backends.verdicts import Verdict
 from fastac.cli import version
 from fastac.engine import interception
-from fastac.planning.tables import new_table, render
 from fastac.registry import AttentionOp
+from fastac.tables import new_table, render
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,12 +15,11 @@ import torch
 from fastac.cli.machine import machine
 from fastac.cli.plan import add_video, telling, video_of
 from fastac.engine import host_memory
-from fastac.errors import FastacError, readable_bytes
+from fastac.errors import FastacError, parse_bytes, readable_bytes
 from fastac.models import block_lists
 from fastac.models import published as configurations
 from fastac.models.published import BLOCK_COUNTS, Configuration, with_layers
 from fastac.models.videos import Video
-from fastac.planning.plans import parse_bytes
 from fastac.planning.video import Tell, Training, plan_video
 from fastac.verification.ways import Workload, bench, build
 

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,12 @@ from fastac.engine.measurement import MeasuredStep
 from fastac.engine.process import process, thread
 from fastac.engine.ranks import Ranks
 from fastac.engine.transport import bus_rate
-from fastac.errors import FastacError, NothingFitsError, class_name, rank, readable_bytes
+from fastac.errors import FastacError, NothingFitsError, class_name, parse_bytes, rank, readable_bytes
 from fastac.planning import places
 from fastac.planning.fake_model import Arguments
 from fastac.planning.forecast import OPTIMIZERS
 from fastac.planning.measured import MeasuredForecast
-from fastac.planning.plans import TFLOPS, parse_bytes, summary
+from fastac.planning.plans import TFLOPS, summary
 from fastac.policy import Policy
 
 logger = logging.getLogger("fastac")
@@ -172,10 +172,6 @@ class Choice:
     # The best of the earlier choices that were seen to fit.
     best: Choice | None = None
 
-    def reopen(self) -> None:
-        """The memory has changed: choose again."""
-        self.turn, self.was_seen, self.is_over, self.best = 1, True, True, None
-
 
 _NOTHING_TRAINS = Choice(Policy("attn_only"), "nothing: no weight is trained and no input requires grad", turn=TURNS)
 
@@ -184,9 +180,8 @@ _NOTHING_TRAINS = Choice(Policy("attn_only"), "nothing: no weight is trained and
 class _RunningForward:
     """A forward of a step."""
 
-    model: torch.nn.Module
-    blocks: Mapping[str, torch.nn.Module]
-    saves_linear: Callable[[], bool]
+    # The model and its blocks.
+    enabled: Any
     inputs: Arguments
     # The signature of the inputs, and whether gradients of parameters were allocated when it began.
     key: tuple[Any, bool]
@@ -199,13 +194,14 @@ class _RunningForward:
     @functools.cached_property
     def device(self) -> torch.device:
         """The device that computes. Weights may wait elsewhere, but inputs do not."""
-        devices = [tensor.device for tensor in (*tensors_of(self.inputs), next(self.model.parameters()))]
+        tensors: list[torch.Tensor] = [*tensors_of(self.inputs), next(self.enabled.model.parameters())]
+        devices = [tensor.device for tensor in tensors]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
     @property
     def trained(self) -> dict[torch.Tensor, int]:
         """The parameters that are trained where the model computes -> their bytes on this rank."""
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        trained = [weight for weight in self.enabled.model.parameters() if weight.requires_grad]
         return {w: device_memory.local(w).nbytes for w in trained if w.device.type == self.device.type}
 
     @property
@@ -217,7 +213,7 @@ class _RunningForward:
     def subject(self) -> str:
         """The model and the inputs, in words."""
         beside = " (beside gradients of an earlier backward)" * self.key[1]
-        return f"{class_name(self.model)} on {self.inputs}{beside}"
+        return f"{class_name(self.enabled.model)} on {self.inputs}{beside}"
 
 
 class Planner:
@@ -248,27 +244,21 @@ class Planner:
     def __reduce__(self) -> Any:
         return Planner, (self.auto,)
 
-    def before_forward(
-        self,
-        model: torch.nn.Module,
-        blocks: Mapping[str, torch.nn.Module],
-        args: Any,
-        kwargs: dict[str, Any],
-        saves_linear: Callable[[], bool],
-    ) -> Choice | None:
+    def before_forward(self, enabled: Any, args: Any, kwargs: dict[str, Any]) -> Choice | None:
         """The choice for a forward that begins with gradients on; None if it is still the latest one.
 
-        saves_linear: says whether outputs of Linear modules can be saved. Raises NothingFitsError.
+        enabled: the model and its blocks (`fastac.hook.Enabled`). Raises NothingFitsError.
         """
+        model = enabled.model
         # In the blocks first: FSDP2 has gathered weights of the model itself by now, and these have no gradients.
-        weights = (weight for module in (*blocks.values(), model) for weight in module.parameters())
+        weights = (weight for module in (*enabled.blocks.values(), model) for weight in module.parameters())
         weight, choice = next((weight for weight in weights if weight.requires_grad), None), _NOTHING_TRAINS
         # A frozen model trains what its inputs come from, such as a generator.
         requiring = tuple([t.requires_grad for t in tensors_of((args, kwargs))]) if weight is None else ()
         if weight is not None or any(requiring):
             shapes = *signature(args, kwargs), model.training, tuple(autocast_state()), requiring
             key = shapes, weight is not None and weight.grad is not None
-            choice = self._choice(_RunningForward(model, blocks, saves_linear, Arguments(args, kwargs), key))
+            choice = self._choice(_RunningForward(enabled, Arguments(args, kwargs), key))
         if choice is self.latest:
             return None
         if self.latest is None or choice.policies != self.latest.policies:
@@ -288,7 +278,7 @@ class Planner:
         if choice is not None and choice.turn >= TURNS and not compares:
             return choice
         memory = device_memory.memory_of(forward.device)
-        forward.taken = device_memory.counted(forward.model) if memory is None else memory.allocated
+        forward.taken = device_memory.counted(forward.enabled.model) if memory is None else memory.allocated
         headroom = self._limit - forward.taken - (0 if choice is None else choice.excess)
         if compares:
             self._headroom = min(self._ranks.of_all(f"headroom {self._forwards}", headroom))
@@ -305,7 +295,7 @@ class Planner:
     def _least(self, forward: _RunningForward) -> Choice:
         """What holds least, in a step that is measured."""
         # No choice has a min_kv of 1: regions of this step are of kinds of their own.
-        policy = Policy("attn_only", min_kv=1, linear=("*",) if forward.saves_linear() else ())
+        policy = Policy("attn_only", min_kv=1, linear=("*",) if forward.enabled.saves_linear() else ())
         if self._host:
             policy = dataclasses.replace(policy, offload="inputs", keep=1)
         return Choice(policy, "this first step saves nothing, and is measured", is_measured=True)
@@ -322,10 +312,10 @@ class Planner:
         speed = self.auto.tflops * 1e12 if self.auto.tflops else forecast.speed or TFLOPS * 1e12
         room = places.Room(memory, self._host, self._rate / speed)
         careful = forecast if latest else measured.of_step(has_gradients=forward.key[1], is_first=True)
-        found = places.choose(careful, room, linear=forward.saves_linear())
+        found = places.choose(careful, room, linear=forward.enabled.saves_linear())
         if found is None:
             said = f'policy "auto", {forward.subject}: {places.missing(forecast, room)}'
-            kinds.warn_once(forward.model, f"auto {forward.key}", said)
+            kinds.warn_once(forward.enabled.model, f"auto {forward.key}", said)
         policies: Any = found or places.least(forecast, room)
         turn = 0 if latest is None else latest.turn + 1
         # What was seen to fit stays, unless the new choice is better, and there is time to see whether that fits.
@@ -353,7 +343,7 @@ class Planner:
     def _begin(self, forward: _RunningForward, choice: Choice) -> None:
         """A step begins: look at what it takes, until its choice is known to be right."""
         forward.choice = choice
-        forward.measurement = MeasuredStep(forward.device, forward.gradients, self._limit, len(forward.blocks))
+        forward.measurement = MeasuredStep(forward.device, forward.gradients, self._limit, len(forward.enabled.blocks))
         forward.inputs = Arguments((), {})  # whoever made them decides how long they live
         if choice.is_measured:
             thread.measurement = forward.measurement
@@ -385,7 +375,7 @@ class Planner:
 
     def _learn(self, forward: _RunningForward) -> None:
         """Take into account what happened since the latest forward."""
-        if process.ran_out and (own := process.ran_out.intersection(forward.model.modules())):
+        if process.ran_out and (own := process.ran_out.intersection(forward.enabled.model.modules())):
             process.ran_out.difference_update(own)
             self.ran_out()
         ended = [each for each in self._running if each.measurement.has_ended or each.measurement.recomputed]
@@ -407,12 +397,12 @@ class Planner:
         changes, self._changes = self._changes, process.memory_changes
         if changes != self._changes:
             for choice in self._choices.values():
-                choice.reopen()
+                choice.turn, choice.was_seen, choice.is_over, choice.best = 1, True, True, None
 
     def _note_measured(self, forward: _RunningForward) -> None:
         measurement = forward.measurement
-        names: dict[Any, str] = {module: name for name, module in forward.model.named_modules()}
-        names |= {block: name for name, block in forward.blocks.items()}
+        names: dict[Any, str] = {module: name for name, module in forward.enabled.model.named_modules()}
+        names |= {block: name for name, block in forward.enabled.blocks.items()}
         if all(region.block in names for region in measurement.regions) and measurement.recomputed:
             self._forecasts[forward.key[0]] = MeasuredForecast(measurement, names, forward.taken, forward.key[1])
         elif measurement.recomputed:
@@ -461,16 +451,17 @@ class Planner:
             host = (host_memory.available() or 0) // 2 // host_memory.ranks_on_host()
         rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
         sizes = {
-            "allocated": memory.allocated if memory is not None else device_memory.counted(forward.model),
+            "allocated": memory.allocated if memory is not None else device_memory.counted(forward.enabled.model),
             "gradients": forward.gradients,
             "states of the optimizer": auto.states_to_come(forward.trained),
         }
         problem = ""
         if sum(sizes.values()) > limit:
             parts = ", ".join(f"{what} {readable_bytes(size)}" for what, size in sizes.items())
+            whose = rank() or class_name(forward.enabled.model)
             problem = (
-                f'policy "auto", {rank() or class_name(forward.model)}: the first step would run out of memory. Before '
-                f"any activation it takes {parts};\n{readable_bytes(limit)} are there, without a reserve of "
+                f'policy "auto", {whose}: the first step would run out of memory. Before any activation it takes '
+                f"{parts};\n{readable_bytes(limit)} are there, without a reserve of "
                 f"{RESERVE:.0%}. Train with LoRA, an 8-bit optimizer, or more GPUs that share the weights (FSDP)."
             )
         limits, hosts, rates, problems = zip(*self._ranks.of_all("memory", [limit, host, rate, problem]), strict=True)

@@ -71,28 +71,6 @@ class States:
         return self.weights + self.optimizer + self.gathered
 
 
-def states_of(
-    model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, blocks: Iterable[torch.nn.Module] = ()
-) -> States:
-    """The states of a model and its optimizer on each of several GPUs. FSDP2 shards the parameters over them.
-
-    Two blocks are gathered at a time: the block that runs, and the next one. The gradients of one block are whole.
-    Raises FastacError for an unknown optimizer, or fewer GPUs than 1.
-    """
-    if optimizer not in OPTIMIZERS:
-        raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
-    if gpus < 1:
-        raise FastacError(f"plan(gpus={gpus}): 1 or more was expected")
-    buffers = sum(map(stored_bytes, model.buffers()))
-    optimizer_bytes = sum(
-        parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    )
-    gathered = (2 * _weight_bytes(block) + _trained_bytes(block) for block in blocks if gpus > 1)
-    return States(_weight_bytes(model) // gpus + buffers, int(optimizer_bytes / gpus), max(gathered, default=0))
-
-
 def _trained_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
@@ -122,12 +100,26 @@ class Forecast:
         gpus: int = 1,
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
-        """optimizer: a name in OPTIMIZERS. gpus: FSDP2 shards weights, gradients and optimizer states over so many."""
+        """FSDP2 shards the parameters, their gradients and the optimizer's states over several GPUs.
+
+        Two blocks are gathered at a time: the block that runs, and the next one. The gradients of one block are whole.
+        Raises FastacError for an unknown optimizer, or fewer GPUs than 1.
+
+        optimizer: a name in OPTIMIZERS.
+        """
+        if optimizer not in OPTIMIZERS:
+            raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
+        if gpus < 1:
+            raise FastacError(f"plan(gpus={gpus}): 1 or more was expected")
         self.fake_model, self.blocks, self.split = fake_model, fake_model.blocks, split
         # GPUs over which gradients are sharded; a large number if they are allocated already.
-        self.gradient_shards = gpus
-        self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
-        self.gradients = _trained_bytes(fake_model.model) // gpus
+        self.gradient_shards, model = gpus, fake_model.model
+        self.gradients = _trained_bytes(model) // gpus
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer_bytes = sum(weight.numel() * OPTIMIZERS[optimizer](weight.itemsize) for weight in trained)
+        gathered = (2 * _weight_bytes(block) + _trained_bytes(block) for block in self.blocks.values() if gpus > 1)
+        weights = _weight_bytes(model) // gpus + sum(map(stored_bytes, model.buffers()))
+        self.states = States(weights, int(optimizer_bytes / gpus), max(gathered, default=0))
         # Names of the checkpointed blocks -> the step that was simulated with these.
         self._steps: dict[frozenset[str], Timeline] = {}
         self._policies: dict[Any, Policy] = {}

@@ -35,13 +35,7 @@ class MeasuredForecast(Forecast):
         had_gradients: gradients of parameters were among them.
     """
 
-    def __init__(
-        self,
-        measurement: MeasuredStep,
-        names: Mapping[Any, str],
-        taken: int,
-        had_gradients: bool,
-    ) -> None:
+    def __init__(self, measurement: MeasuredStep, names: Mapping[Any, str], taken: int, had_gradients: bool) -> None:
         self.measurement, self.gradient_shards, self.states = measurement, 1, States(0, 0)
         calls = Counter[str]()
         # Region -> its name, as a timeline has it.

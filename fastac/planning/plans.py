@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from fastac.engine.checkpoint_wrappers import FSDP1
-from fastac.errors import FastacError, class_before, class_name, readable_bytes
+from fastac.errors import FastacError, class_before, class_name, parse_bytes, readable_bytes
 from fastac.models.blocks import check_module, unwrapped
 from fastac.planning import places
 from fastac.planning.fake_model import Inputs, arguments, fake_model
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast, PolicyFigures, States
 from fastac.planning.places import Room
-from fastac.planning.tables import new_table, render
 from fastac.policy import Policy, of_first
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fastac.tables import in_unit, render, table_of_figures, unit_of
 
 logger = logging.getLogger("fastac")
 
@@ -49,24 +44,6 @@ WITHIN = "within "
 
 AUTO = "auto"
 """Name of the row for a memory: the best that fits in three places."""
-
-
-def parse_bytes(text: str | int) -> int:
-    """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
-    if text == "0":  # the unit does not matter
-        return 0
-    # Decimals need a prefix: "1.5GiB" is a number of bytes, "1.5B" is not.
-    pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"
-    match = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
-    if match is None:
-        raise FastacError(
-            f'{text!r}: expected bytes with their unit, as in "512MiB", "24GiB" (2**30 each) or "24GB" (10**9); in '
-            f"Python a whole number needs no unit"
-        )
-    number, prefix, binary = match.groups()
-    return int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,28 +204,6 @@ class Plan:
                 * bool(best.host_bytes)
             )
         return lines + list(NOT_MODELLED)
-
-
-def table_of_figures(
-    title: str, captions: Sequence[str], headings: Sequence[str], texts: Collection[str] = ()
-) -> Table:
-    """A table with figures, but words in the first column and in the columns with the headings `texts`."""
-    table = new_table(title, caption="\n".join(captions))
-    for number, heading in enumerate(headings):
-        figures = bool(number) and heading not in texts
-        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
-    table.columns[0].min_width = len("long_attn_only")
-    return table
-
-
-def unit_of(sizes: Iterable[int]) -> str:
-    """The largest unit in which every number of bytes, unless it is 0, is at least 1."""
-    return readable_bytes(min(filter(None, sizes), default=0)).split()[1]
-
-
-def in_unit(size: int, unit: str) -> str:
-    """A number of bytes in a unit, without it."""
-    return f"{size / parse_bytes(f'1{unit}'):,.1f}" if size else "0"
 
 
 def summary(policies: Collection[Policy]) -> str:

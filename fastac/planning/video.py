@@ -20,16 +20,7 @@ from fastac.planning import places
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast
-from fastac.planning.plans import (
-    AUTO,
-    GBPS,
-    HOST,
-    TFLOPS,
-    WITHIN,
-    Plan,
-    explained,
-    plan_of,
-)
+from fastac.planning.plans import AUTO, GBPS, HOST, TFLOPS, WITHIN, Plan, explained, plan_of
 from fastac.planning.simulation import Split
 
 logger = logging.getLogger("fastac")

@@ -15,8 +15,8 @@ from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
 from fastac.models.blocks import Blocks, block_lists, by_list, check_module
-from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies
+from fastac.tables import new_table, render, wrapped
 from fastac.verification.recompute import RecomputeProfile, latest
 
 

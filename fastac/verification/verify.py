@@ -29,8 +29,8 @@ from fastac.engine.module_state import modules_preserved
 from fastac.engine.process import process
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
-from fastac.planning.tables import new_table, render, wrapped
 from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.tables import new_table, render, wrapped
 from fastac.verification.noise import ComparedSteps, RunStep
 from fastac.verification.ranks import Group, OtherRankFailed
 from fastac.verification.recompute import MOST_UNKNOWN, RecomputeProfile, latest

@@ -27,11 +27,10 @@ from fastac.models.videos import Video
 from fastac.planning import plan
 from fastac.planning.auto import TURNS, Auto, Planner
 from fastac.planning.forecast import ROWS
-from fastac.planning.plans import in_unit, table_of_figures, unit_of
-from fastac.planning.tables import render
 from fastac.planning.video import Tell
 from fastac.policy import Policy
 from fastac.registry import classify
+from fastac.tables import in_unit, render, table_of_figures, unit_of
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.noise import ComparedSteps
 from fastac.verification.ranks import Group

@@ -13,8 +13,7 @@ import torch
 
 import fastac
 from fastac import FastacError, Policy
-from fastac.errors import readable_bytes
-from fastac.planning.plans import parse_bytes
+from fastac.errors import parse_bytes, readable_bytes
 from tests.marks import quick, soak
 from tests.planning import planned
 from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, plan_of, stack_inputs, tiny

@@ -10,9 +10,11 @@ import functools
 import io
 import shutil
 import textwrap
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastac.engine.beginning import generators_preserved
+from fastac.errors import parse_bytes, readable_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,3 +62,25 @@ def render(table: Table) -> str:
     # A report is pasted into logs and issues: it has no colors and no escape codes.
     console(file=text, width=width(), force_terminal=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def table_of_figures(
+    title: str, captions: Sequence[str], headings: Sequence[str], texts: Collection[str] = ()
+) -> Table:
+    """A table with figures, but words in the first column and in the columns with the headings `texts`."""
+    table = new_table(title, caption="\n".join(captions))
+    for number, heading in enumerate(headings):
+        figures = bool(number) and heading not in texts
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
+    table.columns[0].min_width = len("long_attn_only")
+    return table
+
+
+def unit_of(sizes: Iterable[int]) -> str:
+    """The largest unit in which every number of bytes, unless it is 0, is at least 1."""
+    return readable_bytes(min(filter(None, sizes), default=0)).split()[1]
+
+
+def in_unit(size: int, unit: str) -> str:
+    """A number of bytes in a unit, without it."""
+    return f"{size / parse_bytes(f'1{unit}'):,.1f}" if size else "0"
