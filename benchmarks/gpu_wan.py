@@ -47,6 +47,7 @@ from rich.table import Table
 import fastac
 from common import COPIES, RESULTS, grouped, hidden_seconds, parser, running_and_waiting, write_result
 from fastac.cli.machine import gpu
+from fastac.diagnosis.tables import table_of_figures
 from fastac.engine import offload
 from fastac.engine.blocks import state_of
 from fastac.engine.transport import transport_of
@@ -58,7 +59,6 @@ from fastac.planning import places
 from fastac.planning.auto import TURNS, Auto, Planner
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import ROWS, AnyPolicy, Forecast
-from fastac.tables import table_of_figures
 from fastac.verification import ways
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.report import offloaded_by

@@ -18,9 +18,9 @@ from fastac.backends import LIBRARIES, plugins
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend, unavailable
 from fastac.backends.verdicts import Verdict
 from fastac.cli import version
+from fastac.diagnosis.tables import new_table, render
 from fastac.engine import interception
 from fastac.registry import AttentionOp
-from fastac.tables import new_table, render
 
 if TYPE_CHECKING:
     from rich.table import Table

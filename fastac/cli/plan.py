@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fastac.diagnosis.tables import console
 from fastac.errors import FastacError, parse_bytes, readable_bytes
 from fastac.models import published as configurations
 from fastac.models.videos import Video
@@ -23,7 +24,6 @@ from fastac.planning.fake_model import DEVICES
 from fastac.planning.forecast import OPTIMIZERS, ROWS, PolicyFigures
 from fastac.planning.plans import AUTO, GBPS, TFLOPS, WITHIN
 from fastac.planning.video import Tell, Training, plan_video
-from fastac.tables import console
 
 GIB = 2**30
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastac.diagnosis.tables import in_unit, render, table_of_figures, unit_of
 from fastac.engine.checkpoint_wrappers import FSDP1
 from fastac.errors import FastacError, class_before, class_name, parse_bytes, readable_bytes
 from fastac.models.blocks import check_module, unwrapped
@@ -20,7 +21,6 @@ from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast, PolicyFigures, States
 from fastac.planning.places import Room
 from fastac.policy import Policy, of_first
-from fastac.tables import in_unit, render, table_of_figures, unit_of
 
 logger = logging.getLogger("fastac")
 

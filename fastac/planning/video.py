@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
-import logging
-import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -20,15 +20,14 @@ from fastac.planning import places
 from fastac.planning.fake_model import FakeModel, fake_model
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import ROWS, Forecast
-from fastac.planning.plans import AUTO, GBPS, HOST, TFLOPS, WITHIN, Plan, explained, plan_of
+from fastac.planning.plans import AUTO, WITHIN, Plan, explained, plan_of
 from fastac.planning.simulation import Split
-
-logger = logging.getLogger("fastac")
+from fastac.policy import Policy
 
 Tell = Callable[[str], object]
 
 FARTHEST = 8
-"""A video is tried that is about so many times longer than the longest simulated one: models refuse some lengths."""
+"""The longest video that is tried is about so many times as long as the one before: models refuse some lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +62,9 @@ def plan_video(
     budget: int | None = None,
     offload: bool = False,
     memory: int | None = None,
-    host: int = HOST,
-    gbps: float = GBPS,
-    tflops: float = TFLOPS,
+    host: int = Plan.host,
+    gbps: float = Plan.gbps,
+    tflops: float = Plan.tflops,
     checkpointed: int | None = None,
     tell: Tell = lambda text: None,
 ) -> Plan:
@@ -89,20 +88,22 @@ def plan_video(
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{video}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
-        search = _Search(configuration, video, training, budget, offload, tell)
+        tell(f"building {configuration.name} without weights")
+        model = fake_model(without_weights(configuration, video.dtype, training.lora), (), device=training.device)
+        search = _Search(configuration, video, training, budget, offload, tell, model)
         forecast = search.forecast(video.frames)
         planned = plan_of(forecast, configuration.name, described, checkpointed)
         planned = dataclasses.replace(planned, budget=budget, memory=memory, host=host, gbps=gbps, tflops=tflops)
-        rows, blocks = list(planned.policies), planned.blocks
+        chosen: dict[str, Mapping[str, Policy]] = {}
         if budget is not None:
-            blocks = places.within(forecast, budget, True, offload)
-            rows.append(forecast.figures(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
+            name = WITHIN + readable_bytes(budget) + ", offload" * offload
+            chosen[name] = places.within(forecast, budget, True, offload)
+        names = [*ROWS, *chosen]
         if memory is not None and (best := places.choose(forecast, planned.room(memory))) is not None:
-            blocks = best
-            rows.append(forecast.figures(blocks, AUTO))
-    names = [row.policy for row in rows if row.policy in ROWS or row.policy.startswith(WITHIN)]
+            chosen[AUTO] = best
+        rows = planned.policies + tuple(forecast.figures(blocks, name) for name, blocks in chosen.items())
     largest = {} if memory is None else search.longest(names, memory)
-    return dataclasses.replace(planned, policies=tuple(rows), blocks=blocks, largest=largest)
+    return dataclasses.replace(planned, policies=rows, blocks=[{}, *chosen.values()][-1], largest=largest)
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
@@ -127,79 +128,67 @@ class _Search:
     budget: int | None
     offload: bool
     tell: Tell
+    # Without inputs.
+    model: FakeModel
     # Number of frames -> the forecast for a video of so many.
     forecasts: dict[int, Forecast] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def fake_model(self) -> FakeModel:
-        """The model, without inputs."""
-        self.tell(f"building {self.configuration.name} without weights")
-        model = without_weights(self.configuration, self.video.dtype, self.training.lora)
-        return fake_model(model, (), device=self.training.device)
-
-    def forecast(self, frames: int) -> Forecast:
-        """The forecast for a video of so many frames. Raises FastacError if the model or its ranks refuse so many."""
-        if frames in self.forecasts:
-            return self.forecasts[frames]
-        video, ranks = dataclasses.replace(self.video, frames=frames), self.training.context_parallel
-        with torch_private.fake_mode():
-            self.configuration.inputs(video)  # raises if the whole video does not fit the model
-            part = self.configuration.part(video, ranks) if ranks > 1 else video
-        split = Split(ranks, part.tokens(self.configuration.patch))
-        if ranks > 1 and split.tokens <= part.text_tokens:
-            raise FastacError(
-                f"plan: with {ranks} context parallel ranks each rank has {split.tokens} video tokens ({frames} "
-                f"frames), and the text has {part.text_tokens}. The plan tells video from text attention by the number "
-                f"of tokens, so a rank needs more video tokens than text tokens. Plan a larger video, or fewer ranks."
-            )
-        with_inputs = self.fake_model.with_inputs(self.configuration.inputs(part))
-        self.tell(f"simulating {self.configuration.name} on {frames} frames")
-        self.forecasts[frames] = Forecast(with_inputs, self.training.optimizer, self.training.gpus, split)
-        return self.forecasts[frames]
 
     @property
     def step(self) -> int:
         """The number of frames between two lengths that the model takes."""
         return self.configuration.default.compression.frames * self.configuration.patch[0]
 
-    def longest(self, names: Iterable[str], memory: int) -> dict[str, int]:
+    def forecast(self, frames: int) -> Forecast:
+        """The forecast for a video of so many frames. Raises FastacError if the model or its ranks refuse so many."""
+        if frames not in self.forecasts:
+            part = self._part(frames)
+            split = Split(self.training.context_parallel, part.tokens(self.configuration.patch))
+            with_inputs = self.model.with_inputs(self.configuration.inputs(part))
+            self.tell(f"simulating {self.configuration.name} on {frames} frames")
+            self.forecasts[frames] = Forecast(with_inputs, self.training.optimizer, self.training.gpus, split)
+        return self.forecasts[frames]
+
+    def _part(self, frames: int) -> Video:
+        """What one rank has of a video of so many frames. Raises FastacError if the model or its ranks refuse it."""
+        video, ranks = dataclasses.replace(self.video, frames=frames), self.training.context_parallel
+        with torch_private.fake_mode():
+            self.configuration.inputs(video)  # raises if the whole video does not fit the model
+            part = self.configuration.part(video, ranks) if ranks > 1 else video
+        tokens = part.tokens(self.configuration.patch)
+        if ranks > 1 and tokens <= part.text_tokens:
+            raise FastacError(
+                f"plan: with {ranks} context parallel ranks each rank has {tokens} video tokens ({frames} "
+                f"frames), and the text has {part.text_tokens}. The plan tells video from text attention by the number "
+                f"of tokens, so a rank needs more video tokens than text tokens. Plan a larger video, or fewer ranks."
+            )
+        return part
+
+    def longest(self, names: Collection[str], memory: int) -> dict[str, int]:
         """Policy -> the most frames with which a step fits a memory, and which the model takes; 0 for none."""
         self.tell("longest videos")
-        lines: dict[str, int | None] = dict.fromkeys(names)
+        lines: dict[str, int] = {}
         near = far = self.video.frames
-        most = self._most(self._longer(far), "full")
+        longest = 2 * far + self.step
         # The line has to end at the longest: offload leaves small storages where they are, which shorter videos have.
-        while most > far:
+        while (most := self._most(min(longest, FARTHEST * far + self.step))) > far:
             far = most
-            lines = {name: self._on_line(name, memory, near, far) for name in lines}
-            if set(lines.values()) == {None} and self._fits(far, "full, offload", memory):
-                near, longest = far, self._longer(far)  # a line may begin later
-            else:
-                longest = max(filter(None, lines.values()), default=far)
-            most = self._most(max(near, min(longest, self._longer(far, FARTHEST))), "full")
+            found = {name: self._on_line(policy, memory, near, far) for name, policy in ROWS.items()}
+            lines = {name: frames for name, frames in found.items() if frames is not None}
+            longest = max([far, *lines.values()])
+            if not lines and self._fits(far, "full, offload", memory):
+                near, longest = far, 2 * far + self.step  # a line may begin later
+        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
+        others = {name: self._most(far, name, memory) for name in names if name not in lines}
         # A model that takes a video takes shorter ones.
-        found = {
-            name: self._most(most, name, memory) if frames is None else min(frames, most)
-            for name, frames in lines.items()
-        }
-        if self.training.context_parallel > 1:  # but ranks cannot split each of them
-            return {name: self._most(frames, "full") for name, frames in found.items()}
-        return found
+        return {name: others[name] if name in others else self._split(min(lines[name], far)) for name in names}
 
-    def _longer(self, frames: int, times: int = 1) -> int:
-        """A number of frames that is about so many times more."""
-        return frames + times * ((frames - 1) // self.step + 1) * self.step
-
-    def _on_line(self, policy: str, memory: int, start: int, far: int) -> int | None:
+    def _on_line(self, policy: Policy, memory: int, start: int, far: int) -> int | None:
         """The most frames with which a step fits, by the simulations of `start` and `far` frames.
 
         All that a step allocates grows linearly with the tokens of a video. None if the two do not do the same.
         """
-        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
-        if policy not in ROWS:
-            return None
-        near, row = self.forecasts[start], ROWS[policy]
-        policies, steps = near.policies(row), (near.step(row), self.forecasts[far].step(row))
+        near = self.forecasts[start]
+        policies, steps = near.policies(policy), (near.step(policy), self.forecasts[far].step(policy))
         outlines = [([event.candidate for event in step.events], step.saved(policies).keys()) for step in steps]
         if outlines[0] != outlines[1]:
             return None
@@ -207,27 +196,29 @@ class _Search:
         growth, room = longer - alive, memory - near.states.total - alive
         # A moment that does not grow counts if it does not fit.
         more = (room * (far - start) // growth.clip(1))[(growth > 0) | (room < 0)].min()
-        longest = max(0, start + int(more) // self.step * self.step)
-        return longest if longest >= start or start == self.video.frames else None
+        return start + int(more) if more >= 0 or start == self.video.frames else None
 
-    def _most(self, frames: int, policy: str, memory: float = math.inf) -> int:
+    def _most(self, frames: int, name: str = "full", memory: int = sys.maxsize) -> int:
         """The most frames up to so many with which a policy fits, and which the model takes; 0 for none."""
-        fits = functools.partial(self._fits, policy=policy, memory=memory)
-        lengths = range(frames, 0, -self.step)
-        for length in lengths[: self.training.context_parallel]:  # ranks can split one of so many
-            if fits(length) and length in self.forecasts:
-                return length
-        frames -= self.step * bisect.bisect_left(lengths, True, key=fits)
-        return frames if frames in self.forecasts else 0
+        fits = functools.partial(self._fits, name=name, memory=memory)
+        if not fits(frames):
+            frames -= self.step * bisect.bisect_left(range(frames, 0, -self.step), True, 1, key=fits)
+        return self._split(frames)
 
-    def _fits(self, frames: int, policy: str, memory: float) -> bool:
-        """Whether a policy fits on so many frames."""
+    def _fits(self, frames: int, name: str, memory: int) -> bool:
+        """Whether a policy fits on so many frames, or as many as ranks can split."""
+        frames = self._split(frames)
         try:
             forecast = self.forecast(frames)
-            return (
-                forecast.peak(ROWS.get(policy) or places.within(forecast, self.budget or 0, offload=self.offload))
-                <= memory
-            )
-        except (FastacError, *BREAKS) as error:
-            logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
+            policy = ROWS.get(name) or places.within(forecast, self.budget or 0, offload=self.offload)
+            return forecast.peak(policy) <= memory
+        except (FastacError, *BREAKS):
             return frames < self.video.frames  # it is too short, and else too long
+
+    def _split(self, frames: int) -> int:
+        """The most frames up to so many that the model's patches divide, and ranks; 0 for none."""
+        for length in range(frames - (frames - self.video.frames) % self.step, 0, -self.step):
+            with contextlib.suppress(FastacError):
+                self._part(length)
+                return length
+        return 0

@@ -12,10 +12,10 @@ import torch
 
 from fastac import registry
 from fastac.backends import opaque
+from fastac.diagnosis.tables import new_table, render
 from fastac.engine.fingerprints import COMPARISON
 from fastac.engine.region import RECOMPUTE
 from fastac.registry.torch_private import TORCH_NAMESPACES, name_of, op_names
-from fastac.tables import new_table, render
 
 MOST_LISTED = 5
 """How many ops and Functions are listed."""

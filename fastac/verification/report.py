@@ -10,13 +10,13 @@ import torch
 
 from fastac.backends import ignored_backends
 from fastac.compiled import graphs
+from fastac.diagnosis.tables import new_table, render, wrapped
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.results import Call, Communication
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.hook import Enabled, enabled_on
 from fastac.models.blocks import Blocks, block_lists, by_list, check_module
 from fastac.policy import BlockPolicies
-from fastac.tables import new_table, render, wrapped
 from fastac.verification.recompute import RecomputeProfile, latest
 
 

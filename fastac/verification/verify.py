@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fastac import errors, hook
 from fastac.backends.plugins import prepare
 from fastac.checkpointing import checkpoint
+from fastac.diagnosis.tables import new_table, render, wrapped
 from fastac.engine import checkpoint_wrappers
 from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import known_state, set_state
@@ -30,7 +31,6 @@ from fastac.engine.process import process
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.tables import new_table, render, wrapped
 from fastac.verification.noise import ComparedSteps, RunStep
 from fastac.verification.ranks import Group, OtherRankFailed
 from fastac.verification.recompute import MOST_UNKNOWN, RecomputeProfile, latest

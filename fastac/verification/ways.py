@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
+from fastac.diagnosis.tables import in_unit, render, table_of_figures, unit_of
 from fastac.engine import host_memory
 from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import state_of
@@ -30,7 +31,6 @@ from fastac.planning.forecast import ROWS
 from fastac.planning.video import Tell
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.tables import in_unit, render, table_of_figures, unit_of
 from fastac.verification.measuring import FAILURES, allocated_bytes, failure, relative, take_turns
 from fastac.verification.noise import ComparedSteps
 from fastac.verification.ranks import Group
