@@ -319,7 +319,7 @@ class Planner:
         policies: Any = found or places.least(forecast, room)
         turn = 0 if latest is None else latest.turn + 1
         # What was seen to fit stays, unless the new choice is better, and there is time to see whether that fits.
-        earlier = [] if latest is None else [latest, latest.best]
+        earlier = (latest, latest and latest.best)
         fitting = [each for each in earlier if each is not None and each.was_seen and not each.is_over]
         best = min(fitting, key=lambda each: each.flops, default=None)
         if best is not None and turn > 1 and (turn >= TURNS or forecast.figures(policies).flops >= best.flops):
@@ -388,7 +388,7 @@ class Planner:
             self._together[shapes] = max(self._together[shapes], counts[shapes])
             if not first.choice.is_measured:
                 self._note_peak(first)
-            elif shapes not in self._forecasts:
+            elif shapes not in self._forecasts and first.measurement.recomputed:
                 self._note_measured(first)
         if ended:  # a forward before the last of them has ended, too, or has no backward
             self._running.clear()
@@ -403,9 +403,9 @@ class Planner:
         measurement = forward.measurement
         names: dict[Any, str] = {module: name for name, module in forward.enabled.model.named_modules()}
         names |= {block: name for name, block in forward.enabled.blocks.items()}
-        if all(region.block in names for region in measurement.regions) and measurement.recomputed:
+        if all(region.block in names for region in measurement.regions):
             self._forecasts[forward.key[0]] = MeasuredForecast(measurement, names, forward.taken, forward.key[1])
-        elif measurement.recomputed:
+        else:
             why = 'no plan, so policy "attn_only": the model checkpoints functions that are no modules'
             self._choices[forward.key] = Choice(Policy("attn_only"), why, forward.subject, turn=TURNS)
 
@@ -443,12 +443,10 @@ class Planner:
         usable = [device_memory.usable_bytes(forward.device)] if memory is not None else []
         usable += [parse_bytes(auto.memory)] if auto.memory is not None else []
         limit, host = int(min(usable) * (1 - RESERVE)), 0
-        if torch_private.user_hooks() is not None:
-            host = 0  # hooks of the user's would move what offload moves, so blocks refuse to offload
-        elif auto.host is not None:
-            host = parse_bytes(auto.host)
-        elif memory is not None:
-            host = (host_memory.available() or 0) // 2 // host_memory.ranks_on_host()
+        # Hooks of the user's would move what offload moves, so blocks refuse to offload then.
+        if torch_private.user_hooks() is None and (auto.host is not None or memory is not None):
+            half = (host_memory.available() or 0) // 2 // host_memory.ranks_on_host()
+            host = half if auto.host is None else parse_bytes(auto.host)
         rate = auto.gbps * 1e9 if auto.gbps else bus_rate(forward.device) if host else 0.0
         sizes = {
             "allocated": memory.allocated if memory is not None else device_memory.counted(forward.enabled.model),
