@@ -98,8 +98,8 @@ class Auto:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise FastacError(f"Auto({name}={value!r}): a positive number was expected")
-        named = isinstance(self.optimizer, str)
-        if self.optimizer not in OPTIMIZERS if named else not all(hasattr(o, "param_groups") for o in self.optimizers):
+        are_optimizers = all(hasattr(optimizer, "param_groups") for optimizer in self.optimizers)
+        if not (self.optimizer in OPTIMIZERS if isinstance(self.optimizer, str) else are_optimizers):
             raise FastacError(
                 f"Auto(optimizer={self.optimizer!r:.60}): an optimizer was expected, a list of them, or one of "
                 f"{', '.join(OPTIMIZERS)}"
