@@ -69,9 +69,9 @@ def table_of_figures(
 ) -> Table:
     """A table with figures, but words in the first column and in the columns with the headings `texts`."""
     table = new_table(title, caption="\n".join(captions))
-    for number, heading in enumerate(headings):
-        figures = bool(number) and heading not in texts
-        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
+    for heading in headings:
+        is_text = heading in (headings[0], *texts)
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
     table.columns[0].min_width = len("long_attn_only")
     return table
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastac.diagnosis.autograd_graph import tensors_of
 from fastac.engine import torch_private
 from fastac.engine.blocks import inside, set_state
 from fastac.engine.checkpoint_wrappers import call_plainly, is_wrapper
-from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.hosts import blocks_given, detach_all
 from fastac.models.blocks import choose_blocks
@@ -77,8 +77,6 @@ class FakeModel:
 
 def arguments(inputs: Inputs) -> Arguments:
     """Arguments by position and by name. Raises FastacError for inputs that are neither a mapping nor a tuple."""
-    if isinstance(inputs, Arguments):
-        return inputs
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     if isinstance(inputs, (tuple, list)):
@@ -98,8 +96,7 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
         raise FastacError(f"plan(device={device!r}): there are {' and '.join(map(repr, DEVICES))}")
     known = KnownValues(torch_private.fake_mode())
     # The first floating input shows the dtype in which the model computes, and the device.
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    like = max(tensors, key=torch.is_floating_point, default=torch.empty(0))
+    like = max(tensors_of(inputs), key=torch.is_floating_point, default=torch.empty(0))
     trains_on = device or _device_of(runs_on(model), like.device.type)
     # Inputs on another device than the one that trains: the machine may not have that device, but it has a CPU.
     fake_device = like.device if like.device.type == trains_on else torch.device("cpu")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastac.diagnosis.autograd_graph import tensors_of
 from fastac.engine import torch_private
-from fastac.engine.torch_private import tree_leaves, tree_map
+from fastac.engine.torch_private import tree_map
 
 LARGEST = 2**20
 """The most numbers in a tensor whose values are known."""
@@ -66,38 +67,31 @@ class KnownValues:
             outputs = _run(func, args, kwargs)
         except torch_private.NEEDS_VALUES:
             # The shape of the output depends on values. Indexing features by a mask needs only those of the mask.
-            if func is torch.ops.aten.index.Tensor and (places := self._places(args[1])) is not None:
-                return func(args[0], places)
+            if func is torch.ops.aten.index.Tensor:
+                return func(args[0], [place for index in args[1] for place in self._places(index)])
             if not is_known:
                 raise
-            device = next(_tensors((args, kwargs))).device
+            device = tensors_of((args, kwargs))[0].device
             return tree_map(partial(self._faked, device), self._computed(func, args, kwargs))
-        if is_known and max((tensor.numel() for tensor in _tensors(outputs)), default=0) <= LARGEST:
+        if is_known and all(tensor.numel() <= LARGEST for tensor in tensors_of(outputs)):
             try:
                 computed = self._computed(func, args, kwargs)
-            except (RuntimeError, NotImplementedError):  # only CUDA has a kernel: the values stay unknown
+            except RuntimeError:  # only CUDA has a kernel: the values stay unknown
                 return outputs
-            for fake, value in zip(_tensors(outputs), _tensors(computed), strict=True):
+            for fake, value in zip(tensors_of(outputs), tensors_of(computed), strict=True):
                 self._values[fake] = value
         elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             # Unknown values were written into one of these tensors: what was known of it is stale.
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_of((args, kwargs)):
                 self._values.pop(tensor, None)
         return outputs
 
-    def _places(self, indices: Any) -> list[Any] | None:
-        """The indices of a tensor, with masks replaced by the places that they leave; None if a mask is not known."""
-        places: list[Any] = []
-        for index in indices:
-            if index is None or index.dtype is not torch.bool:
-                places.append(index)
-            elif index not in self._values:
-                return None
-            else:
-                with torch_private.without_modes():
-                    left = self._values[index].nonzero(as_tuple=True)
-                places += [self._faked(index.device, of_dimension) for of_dimension in left]
-        return places
+    def _places(self, index: torch.Tensor | None) -> Iterable[torch.Tensor | None]:
+        """What indexes in the place of one index: for a mask, the places that it leaves in each of its dimensions."""
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        places: torch.Tensor = self.run(torch.ops.aten.nonzero.default, (index,), {})
+        return places.unbind(1)
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
@@ -105,7 +99,7 @@ class KnownValues:
             return True
         if "empty" in name:  # its output has no values, whatever tensor it is made like
             return False
-        tensors = list(_tensors((args, kwargs)))
+        tensors = tensors_of((args, kwargs))
         return all(tensor in self._values for tensor in tensors) and (bool(tensors) or name in CONSTANTS)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -138,7 +132,3 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     # 2.9 to 2.15; see issue pytorch#159547). Once the fake kernel takes fp16 and fp32, this function may go.
     rounded = tree_map(lambda leaf: leaf.bfloat16() if getattr(leaf, "dtype", None) is dtype else leaf, args)
     return func(*rounded, **kwargs).to(dtype)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from fastac.diagnosis.autograd_graph import tensors_of
 from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.models.blocks import unwrapped
 from fastac.planning.fake_values import KnownValues
-from fastac.registry.torch_private import has_no_data
 
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, copy.Error)
 """Errors of a model that cannot be copied, or does not run on some inputs, or without values."""
@@ -62,7 +62,7 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
         for dtype in [hook.compute_dtype for hook in hooks if hasattr(hook, "compute_dtype")]:
             casts.update((id(parameter), dtype) for parameter in module.parameters())
     for module in inner.modules():
-        tensors = {id(leaf): leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)}
+        tensors = {id(leaf): leaf for leaf in tensors_of(vars(module))}
         memo.update((key, fake(tensor, known, like.device, casts.get(key))) for key, tensor in tensors.items())
         # Layerwise casting also stores few bits, but the hook unpacks them.
         if _is_packed(module, tensors) and not casts.keys() & tensors.keys():
@@ -85,15 +85,12 @@ def fake(
 
     device: of the result; "meta" becomes the CPU, which has a kernel for every operation. dtype: by default the same.
     """
-    if _is_of_torch(real) and real.device == device and dtype is None and not has_no_data(real):
-        result: torch.Tensor = known.mode.from_tensor(real.detach())
-    else:
-        device = torch.device("cpu") if device.type == "meta" else device
-        with known.mode:
-            result = torch.empty_strided(real.shape, real.stride(), dtype=dtype or real.dtype, device=device)
+    device = torch.device("cpu") if device.type == "meta" else device
+    with known.mode:
+        result = torch.empty_strided(real.shape, real.stride(), dtype=dtype or real.dtype, device=device)
     if isinstance(real, torch.nn.Parameter):
         result = torch.nn.Parameter(result, requires_grad=real.requires_grad)
-    setattr(result, _STORED, real.nbytes if _is_of_torch(real) else _stored(real, type(real), set()))
+    setattr(result, _STORED, real.nbytes if _is_of_torch(real) else _stored(real, type(real), {}))
     return result
 
 
@@ -132,8 +129,7 @@ def _is_packed(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> 
     # By its attributes, not its class: libraries have Linear classes of their own, some with the weight in buffers.
     is_linear = hasattr(module, "in_features") and hasattr(module, "out_features") and not module._modules
     weight = tensors.get(id(getattr(module, "weight", None)))
-    has_plain_weight = weight is not None and _is_plain(weight)
-    return is_linear and not has_plain_weight and not all(map(_is_plain, tensors.values()))
+    return is_linear and not all(map(_is_plain, tensors.values() if weight is None else [weight]))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -157,28 +153,28 @@ def _unpacked(module: Any, known: KnownValues, like: torch.Tensor) -> torch.nn.M
     dtype = getattr(module, "compute_dtype", None) or torch.result_type(numbers, 1.0)
     plain = Unpacked(module.in_features, module.out_features, bias is not None, device="meta", dtype=dtype)
     copied: Any = faked(plain.requires_grad_(weight.requires_grad), known, like)
-    setattr(copied.weight, _STORED, _stored(vars(module), type(module), set()))
+    setattr(copied.weight, _STORED, _stored(vars(module), type(module), {}))
     if bias is not None:
         setattr(copied.bias.requires_grad_(bias.requires_grad), _STORED, 0)  # the bytes are counted in the weight's
     return copied  # type: ignore[no-any-return]
 
 
-def _stored(value: Any, owner: type, seen: set[int]) -> int:
-    """Bytes of all tensors in a value, and in attributes of objects of its owner's library, such as scales."""
-    size = 0
+def _stored(value: Any, owner: type, seen: dict[int, int]) -> int:
+    """Bytes of all tensors in a value, and in attributes of objects of its owner's library, such as scales.
+
+    seen: id of an object, or address of a storage -> the bytes that count for it.
+    """
     library = owner.__module__.partition(".")[0]
     for leaf in tree_leaves(value):
         is_tensor, is_of_library = isinstance(leaf, torch.Tensor), type(leaf).__module__.partition(".")[0] == library
         if id(leaf) in seen or isinstance(leaf, torch.nn.Module) or not (is_tensor or is_of_library):
             continue
-        seen.add(id(leaf))
+        seen[id(leaf)] = 0
         # A tensor subclass with __tensor_flatten__ has no bytes itself: its attributes are the tensors that it is of.
         if is_tensor and not hasattr(leaf, "__tensor_flatten__"):
-            memory = leaf.untyped_storage()._cdata
-            size += 0 if memory in seen else leaf.nbytes
-            seen.add(memory)
-        size += _stored(getattr(leaf, "__dict__", None), owner, seen)
-    return size
+            seen.setdefault(leaf.untyped_storage()._cdata, leaf.nbytes)
+        _stored(getattr(leaf, "__dict__", None), owner, seen)
+    return sum(seen.values())
 
 
 def _copy(value: Any, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:

@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from fastac.engine import torch_private
 
-Tensors = tuple[torch.Tensor | None, ...]
-
 
 class FusedRmsNorm(torch.autograd.Function):
     """Allocates and saves what aten's `_fused_rms_norm` does on CUDA (since pytorch#153666)."""
@@ -43,7 +41,7 @@ class FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Tensors:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input and the weight, if they need one."""
         values, weight, _ = ctx.saved_tensors
         of_values, _, of_weight = ctx.needs_input_grad

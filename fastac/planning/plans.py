@@ -145,20 +145,18 @@ class Plan:
 
     def __str__(self) -> str:
         unit = unit_of(row.peak_bytes for row in self.policies)
-        headings = ["policy", *(f"{name}\n{unit}" for name in ("saved", "held", "host", "peak"))]
-        headings += ["FLOPs\nof full", "GB/s"] + ["longest\nvideo"] * bool(self.largest)
-        table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), headings)
-        for row in self.policies:
-            sizes = (row.saved_bytes, row.held_bytes, row.host_bytes, row.peak_bytes)
-            rate = row.bytes_per_flop * self.tflops * 1e3  # GB/s
-            longest = self.largest.get(row.policy, "")
-            table.add_row(
-                row.policy,
-                *(in_unit(size, unit) for size in sizes),
-                f"{row.relative:.3f}",
-                (f"{rate:.2g}" if rate < 10 else f"{rate:,.0f}") if rate else "",
-                *["none" if longest == 0 else str(longest)] * bool(self.largest),
-            )
+        columns = {"policy": [row.policy for row in self.policies]}
+        for name in ("saved", "held", "host", "peak"):
+            columns[f"{name}\n{unit}"] = [in_unit(getattr(row, f"{name}_bytes"), unit) for row in self.policies]
+        columns["FLOPs\nof full"] = [f"{row.relative:.3f}" for row in self.policies]
+        rates = [row.bytes_per_flop * self.tflops * 1e3 for row in self.policies]  # GB/s
+        columns["GB/s"] = [(f"{rate:.2g}" if rate < 10 else f"{rate:,.0f}") if rate else "" for rate in rates]
+        if self.largest:
+            largest = {name: str(frames or "none") for name, frames in self.largest.items()}
+            columns["longest\nvideo"] = [largest.get(row.policy, "") for row in self.policies]
+        table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), list(columns))
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*cells)
         return render(table)
 
     @property
@@ -182,27 +180,22 @@ class Plan:
                 f"GB/s: host copies of at least this rate in each direction are hidden at {self.tflops:g} TFLOP/s; "
                 f"PCIe 4 x16 gives about 25, PCIe 5 x16 about 50",
             ]
+        memory = readable_bytes(self.memory or 0)
         if self.largest:
-            lines.append(
-                f"longest video: the most frames with which a step fits {readable_bytes(self.memory or 0)}, with any "
-                f"host memory"
-            )
+            lines.append(f"longest video: the most frames with which a step fits {memory}, with any host memory")
         if self.blocks:
             lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
         if self.memory is not None:
             lines.append(
-                f"memory: {readable_bytes(self.memory)}. The plan leaves no reserve for what it does not count; pass "
-                f"10 % less than the device has"
+                f"memory: {memory}. The plan leaves no reserve for what it does not count; pass 10 % less than the "
+                f"device has"
             )
             if best is None:
                 lines.append(f"no policy fits. {places.missing(self.forecast, self.room(self.memory))}")
         if best is not None:
-            lines.append(
-                f"best that fits: {best.policy}, with {best.relative:.3f} of the FLOPs of full, "
-                f"{readable_bytes(best.peak_bytes)}"
-                + f" and {readable_bytes(best.host_bytes)} of host memory for each GPU"
-                * bool(best.host_bytes)
-            )
+            takes = f"{best.relative:.3f} of the FLOPs of full, {readable_bytes(best.peak_bytes)}"
+            host = f" and {readable_bytes(best.host_bytes)} of host memory for each GPU" * bool(best.host_bytes)
+            lines.append(f"best that fits: {best.policy}, with {takes}{host}")
         return lines + list(NOT_MODELLED)
 
 
@@ -214,8 +207,8 @@ def summary(policies: Collection[Policy]) -> str:
     for policy in policies:
         attention = f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"
         counts.update([*[attention] * (policy.name == "attn_only"), *policy.linear])
-    most, rest = counts.most_common()[:8], counts.most_common()[8:]
-    parts = [f"{what} in {count}" for what, count in most] + [f"{len(rest)} more"] * bool(rest)
+    parts = [f"{what} in {count}" for what, count in counts.most_common(8)]
+    parts += [f"{len(counts) - 8} more"] * (len(counts) > 8)
     if parts:
         parts[0] += f" of {len(policies)} blocks"
     on_host = sum(bool(policy.offload) for policy in policies)
