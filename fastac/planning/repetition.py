@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine.torch_private import tree_leaves, tree_map
-from fastac.planning.timeline import Event, HeldStorage, Moment, Timeline
+from fastac.planning.timeline import HeldStorage, Moment, Timeline
 
 SHORTEST = 5
 """Blocks of the shortest series of which one does not run."""
@@ -112,31 +112,27 @@ def series_of(
     model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], checkpointed: Collection[str]
 ) -> dict[str, Series]:
     """Name of a block -> its series. Blocks that are alike follow each other, and no other module has their weights."""
-    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-
-    def likeness(name: str) -> Any:
-        shares = any(uses[parameter] > 1 for parameter in blocks[name].parameters())
-        return name if shares else (name in checkpointed, _likeness(blocks[name], name))
-
-    found: dict[str, Series] = {}
-    for _, group in itertools.groupby(blocks, likeness):
-        # The last block is left out: it always runs. Backward sums up the gradients of an input of all blocks, and
-        # autograd adds the second gradient in another way than those after it, to which it has a sum of its own.
-        names = [*group][:-1]
-        if len(names) >= SHORTEST:
-            found |= dict.fromkeys(names, Series(names))
-    return found
+    uses: Counter[torch.Tensor] = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    likeness = {name: (name in checkpointed, _likeness(block, name, uses)) for name, block in blocks.items()}
+    # The last block is left out: it always runs. Backward sums up the gradients of an input of all blocks, and autograd
+    # adds the second gradient in another way than those after it, to which it has a sum of its own.
+    groups = ([*names][:-1] for _, names in itertools.groupby(blocks, likeness.__getitem__))
+    all_series = [Series(names) for names in groups if len(names) >= SHORTEST]
+    return {name: series for series in all_series for name in series.names}
 
 
-def _likeness(block: torch.nn.Module, name: str) -> Any:
-    """All that decides what a block does, without the values of its weights. name: may differ, wherever it stands."""
+def _likeness(block: torch.nn.Module, name: str, uses: Counter[torch.Tensor]) -> Any:
+    """All that decides what a block does, without the values of its weights. name: may differ, wherever it stands.
+
+    uses: how often the model has a parameter. A block is like no other if one of its parameters is there twice.
+    """
     met: dict[int, int] = {}  # the id of each object in the block -> its number
 
     def of(value: Any) -> Any:
         if isinstance(value, str):
             return value.replace(name, "")
         if isinstance(value, torch.Tensor):
-            return value.shape, value.stride(), value.dtype, value.requires_grad
+            return value.shape, value.stride(), value.dtype, value.requires_grad, name if uses[value] > 1 else ""
         if isinstance(value, (list, tuple)):
             return list(map(of, value))
         if isinstance(value, Mapping):  # keys that are numbers are those of hooks
@@ -146,7 +142,8 @@ def _likeness(block: torch.nn.Module, name: str) -> Any:
         if id(value) in met:
             return met[id(value)]
         met[id(value)] = len(met)
-        return type(value), of({**vars(value), "forward": None})  # `FakeModel.attach` replaces `forward`
+        # `FakeModel.attach` replaces `forward`.
+        return type(value), of({key: item for key, item in vars(value).items() if key != "forward"})
 
     return of(block)
 
@@ -156,20 +153,15 @@ class _Section(NamedTuple):
 
     # All blocks, in the order in which this part comes to them if all run.
     names: list[str]
-    # It comes to the first of the two, to the other, and to the block after that.
+    # It came to the first of the two, to the other, and to the block after that.
     start: Cut
     middle: Cut
     end: Cut
 
-    @property
-    def flops(self) -> Counter[str]:
-        """FLOPs of one block."""
-        return self.middle.flops - self.start.flops
-
     def later(self, moment: Moment, blocks: int) -> Moment:
-        """The moment after so many blocks more."""
-        length = self.middle.events - self.start.events
-        return Moment(moment.event + blocks * length, moment.flops + blocks * self.flops.total())
+        """A moment, if so many blocks more come before it."""
+        events, flops = self.middle.events - self.start.events, self.middle.flops - self.start.flops
+        return Moment(moment.event + blocks * events, moment.flops + blocks * flops.total())
 
     def of_all(self, listed: Sequence[Any], recorded: str) -> list[Any]:
         """What all blocks but the first and the last add to a list. recorded: "events" or "storages"."""
@@ -188,27 +180,20 @@ class _Section(NamedTuple):
 
 def _with_names(item: Any, regions: Mapping[str, str]) -> Any:
     """An event or a held storage, with other names of regions."""
-    changes: dict[str, Any] = {}
-    if item.candidate:
-        region, index = item.candidate
-        changes["candidate"] = regions.get(region, region), index
+    place = item.candidate and (regions.get(item.candidate[0], item.candidate[0]), item.candidate[1])
     if isinstance(item, HeldStorage):
-        changes["inputs_of"] = [regions.get(region, region) for region in item.inputs_of]
-    return dataclasses.replace(item, **changes) if changes else item
+        return HeldStorage(item.bytes, [regions.get(region, region) for region in item.inputs_of], place)
+    return dataclasses.replace(item, candidate=place) if place else item
 
 
 def without_order(items: Sequence[Any]) -> list[Any]:
-    """Events, with those that release together by their bytes: autocast drops what it has cast in any order."""
+    """Events, with those that release together in one order: autocast drops what it has cast in any order."""
     runs = itertools.groupby(items, lambda item: item.bytes < 0)
-    return [item for is_release, run in runs for item in (sorted(run, key=_by_bytes) if is_release else run)]
-
-
-def _by_bytes(event: Event) -> tuple[int, str, int]:
-    return event.bytes, str(event.candidate), event.change
+    return [item for is_release, run in runs for item in (sorted(run, key=repr) if is_release else run)]
 
 
 def repeated(step: Timeline, all_series: Iterable[Series]) -> Timeline:
-    """A step in which blocks of series did not run, as it is if all of them run. It takes the other step's storages.
+    """A step in which blocks of series did not run, as it is if all of them run. The other step is not to be used then.
 
     Raises NotAlikeError unless the last but one of each series did as the second, and in its forward and backward the
     second released as much as it allocated, but for gradients.
@@ -217,24 +202,22 @@ def repeated(step: Timeline, all_series: Iterable[Series]) -> Timeline:
     sections.sort(key=lambda section: section.start.events, reverse=True)
     if any(before.end.events > after.start.events for after, before in itertools.pairwise(sections)):
         raise NotAlikeError  # the blocks of two series alternate
-    events, storages, flops = [*step.events], [*step.storages], Counter(step.flops)
-    candidates, begins = dict(step.candidates), {**step.begins, "": [Moment(step.forward_ends, 0)]}
+    events, storages, flops, candidates = [*step.events], [*step.storages], step.flops, dict(step.candidates)
+    forward_ends = [Moment(step.forward_ends, 0)]
+    begins = {region: [*moments] for region, moments in step.begins.items()}
     for section in sections:  # from the last to the first: what is before a section stays where it is
         names, start, middle, end = section
         missing = len(names) - 4
-        events[start.events : end.events] = section.of_all(step.events, "events")
-        storages[start.storages : end.storages] = section.of_all(step.storages, "storages")
-        flops.update({phase: count * missing for phase, count in section.flops.items()})
-        begins = {
-            region: [section.later(moment, missing * (moment.event >= middle.events)) for moment in moments]
-            for region, moments in begins.items()
-        }
-        first = [moment for moment in step.begins[names[1]] if start.events <= moment.event < middle.events]
+        events[start.events : end.events] = section.of_all(events, "events")
+        storages[start.storages : end.storages] = section.of_all(storages, "storages")
+        flops.update({phase: missing * count for phase, count in (middle.flops - start.flops).items()})
+        for moments in (forward_ends, *begins.values()):
+            moments[:] = [section.later(moment, missing * (moment.event >= middle.events)) for moment in moments]
+        first = [moment for moment in begins[names[1]] if start.events <= moment.event < middle.events]
         for number, name in enumerate(names[2:-2], 1):
-            candidates[name] = step.candidates[names[1]]
-            begins[name] = [*(section.later(moment, number) for moment in first), *begins[name]]
-    (forward_ends, _), *_ = begins.pop("")
-    return Timeline(events, forward_ends, flops, candidates, begins, storages)
+            begins[name][:0] = [section.later(moment, number) for moment in first]
+            candidates[name] = candidates[names[1]]
+    return Timeline(events, forward_ends[0].event, flops, candidates, begins, storages)
 
 
 def _sections(step: Timeline, series: Series) -> list[_Section]:
@@ -248,21 +231,18 @@ def _sections(step: Timeline, series: Series) -> list[_Section]:
     for storage in step.storages[: forward.start.storages]:
         if names[1] in storage.inputs_of:  # an input of all blocks
             index = storage.inputs_of.index(names[1]) + 1
-            if storage.inputs_of[index : index + 1] != names[-2:-1]:
-                raise NotAlikeError
             storage.inputs_of[index:index] = names[2:-2]
-    of_both = [event for section in sections for event in step.events[section.start.events : section.end.events]]
-    of_one = [event for section in sections for event in step.events[section.start.events : section.middle.events]]
+    in_forward, in_backward = (step.events[start.events : middle.events] for _, start, middle, _ in sections)
     between = step.events[forward.end.events : backward.start.events]
     after = step.events[backward.end.events :]
     # What the forward of a block allocates and its backward does not release, such as weights that autocast has cast.
-    released = {id(event.ends) for event in of_both}
-    in_forward = step.events[forward.start.events : forward.middle.events]
+    released = {id(event.ends) for _, start, _, end in sections for event in step.events[start.events : end.events]}
     longer = {id(event) for event in in_forward if event.bytes > 0 and id(event) not in released}
+    others = [event for event in (*in_forward, *in_backward) if not event.gradient and id(event) not in longer]
     is_alike = (
         step.candidates[names[1]] == step.candidates[names[-2]]
-        and all(section.end.flops - section.middle.flops == section.flops for section in sections)
-        and sum(event.bytes for event in of_one if not event.gradient and id(event) not in longer) == 0
+        and all(end.flops - middle.flops == middle.flops - start.flops for _, start, middle, end in sections)
+        and sum(event.bytes for event in others) == 0
         and names[1] not in {event.candidate[0] for event in between if event.candidate}
         and names[-2] not in {event.candidate[0] for event in after if event.candidate}
     )
