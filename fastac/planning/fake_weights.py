@@ -19,6 +19,7 @@ from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.models.blocks import unwrapped
 from fastac.planning.fake_values import KnownValues
+from fastac.registry.torch_private import has_no_data
 
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, copy.Error)
 """Errors of a model that cannot be copied, or does not run on some inputs, or without values."""
@@ -85,9 +86,12 @@ def fake(
 
     device: of the result; "meta" becomes the CPU, which has a kernel for every operation. dtype: by default the same.
     """
-    device = torch.device("cpu") if device.type == "meta" else device
-    with known.mode:
-        result = torch.empty_strided(real.shape, real.stride(), dtype=dtype or real.dtype, device=device)
+    if _is_of_torch(real) and real.device == device and dtype is None and not has_no_data(real):
+        result: torch.Tensor = known.mode.from_tensor(real.detach())  # views share a storage as the real ones do
+    else:
+        device = torch.device("cpu") if device.type == "meta" else device
+        with known.mode:
+            result = torch.empty_strided(real.shape, real.stride(), dtype=dtype or real.dtype, device=device)
     if isinstance(real, torch.nn.Parameter):
         result = torch.nn.Parameter(result, requires_grad=real.requires_grad)
     setattr(result, _STORED, real.nbytes if _is_of_torch(real) else _stored(real, type(real), {}))
