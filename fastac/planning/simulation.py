@@ -139,18 +139,18 @@ class Meter(TorchDispatchMode):
         outputs = self.known.run(func, args, kwargs)
         if self.forwards and getattr(getattr(func, "_schema", None), "is_mutable", False):
             self._leave_out_written(func, args, kwargs)
-        recomputes = not self.forwards and torch_private.in_recompute()
+        phase = "forward" if self.forwards else "recompute" if torch_private.in_recompute() else "backward"
         count, keys = flops.of_call(func, args, kwargs, outputs), flops.keys_of_call(func, args, kwargs)
         if count:
             count = count * self.split.keys(keys) // keys if keys else count
-            self.flops["forward" if self.forwards else "recompute" if recomputes else "backward"] += count
+            self.flops[phase] += count
         # The engine saves an output itself if autograd notices a write into it, and else a copy. It notices none into a
         # matmul to which the Linear module adds its bias afterwards.
         guarded = is_differentiable(args) and (self.linear == "" or str(func) == WHOLE_PRODUCT)
-        place = self._place(func, keys, count) if self.region and (self.forwards or recomputes) else None
+        place = self._place(func, keys, count) if self.region and phase != "backward" else None
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
-                self._see(tensor.untyped_storage(), place, copied=self.forwards and not guarded)
+                self._see(tensor.untyped_storage(), place, copied=not guarded)
         return outputs
 
     def _candidate(self, place: Place) -> Candidate:
@@ -174,8 +174,6 @@ class Meter(TorchDispatchMode):
             index = len(candidates)
             name = str(func) if attends else EXCHANGED if exchanges else self.linear
             candidates.append(Candidate(name, keys=self.split.keys(keys)))
-            if attends and self.split.applies_to(keys):
-                candidates.append(Candidate(EXCHANGED))
             # Only the first product of a call is the output of the Linear module.
             self.linear = self.linear if attends or exchanges else ""
         else:
@@ -208,10 +206,15 @@ class Meter(TorchDispatchMode):
             if copied:  # the copy is allocated at this moment, beside the original
                 self._save(allocated.event, place, size)
                 self.storages.append(HeldStorage(size, candidate=place))
-            if len(self._parts[place]) == 1:  # the output, not the softmax statistics
-                self._exchange(place, size)
+            is_output = len(self._parts[place]) == 1  # the others are softmax statistics
+            if is_output and self.split.applies_to(self._candidate(place).keys):
+                self._exchange(place[0], size)
         elif place is not None:
-            self._replay(allocated, place)
+            # Recompute makes a part of a candidate. It would not do that if the candidate were saved. If the original
+            # still lives, nothing was added for it. If a copy is saved, its replay is another copy.
+            original = self._parts[place].pop(0)
+            if original.gone and not original.copied:
+                self._change(allocated.event, place, -size)
         self._allocate(allocated, address, storage)
 
     def _allocate(self, storage: _Storage, address: int, owner: object) -> None:
@@ -228,22 +231,13 @@ class Meter(TorchDispatchMode):
         event.candidate, event.change = place, change
         self._added[place[0]][place] += change
 
-    def _replay(self, storage: _Storage, place: Place) -> None:
-        """Recompute makes a part of a candidate. It would not do that if the candidate were saved."""
-        original = self._parts[place].pop(0)
-        # If the original still lives, nothing was added for it. If a copy is saved, its replay is another copy.
-        if original.gone and not original.copied:
-            self._change(storage.event, place, -storage.event.bytes)
-
-    def _exchange(self, place: Place, size: int) -> None:
+    def _exchange(self, region: str, size: int) -> None:
         """The collectives for query, key, value and output return as many bytes as the attention, each."""
-        region, after = place[0], place[1] + 1
-        candidates = self.candidates[region]
-        if after < len(candidates) and candidates[after].name == EXCHANGED:
-            event = Event(0)
-            self._save(event, (region, after), 4 * size)
-            self.storages += [HeldStorage(size, candidate=(region, after)) for _ in range(4)]
-            self.events.append(event)
+        event, place = Event(0), (region, len(self.candidates[region]))
+        self.candidates[region].append(Candidate(EXCHANGED))
+        self._save(event, place, 4 * size)
+        self.storages += [HeldStorage(size, candidate=place) for _ in range(4)]
+        self.events.append(event)
 
     def _free(self, address: int) -> None:
         """Record that a storage was released."""
@@ -252,7 +246,7 @@ class Meter(TorchDispatchMode):
             return  # the step is over
         storage.gone = True
         self.events += [Event(0, saved, -size) for saved, size in self._added.pop(storage.region, {}).items()]
-        event = Event(-storage.event.bytes, gradient=storage.event.gradient, ends=storage.event)
+        event = Event(-storage.event.bytes, ends=storage.event)
         place = storage.candidate
         # The forward releases an output that recompute has yet to make: a policy that saves it would hold it on.
         if place is not None and not storage.copied and self._repeated[place[0]] <= place[1]:
@@ -297,17 +291,15 @@ def _simulate(
     """Simulate a step. all_series: names of blocks of which not all have to run -> their series."""
     flops.register_formulas()
     torch.clear_autocast_cache()  # of weights that an earlier simulation has cast
-    names = {module: name for name, module in fake_model.model.named_modules()}
-    names |= {block: name for name, block in fake_model.blocks.items()}
+    names = {module: name for name, module in (*fake_model.model.named_modules(), *fake_model.blocks.items())}
     blocks_before = set(fake_model.blocks)
     inputs = [leaf for leaf in tree_leaves((fake_model.args, fake_model.kwargs)) if isinstance(leaf, torch.Tensor)]
     meter = Meter([*fake_model.model.parameters(), *fake_model.model.buffers(), *inputs], fake_model, split)
     calls: Counter[str] = Counter()
     on_device = OneKernel if fake_model.as_on_cuda else contextlib.nullcontext
-    precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if fake_model.as_on_cuda and torch.is_autocast_enabled("cuda"):
-        # The fake tensors are on the CPU, where the caller's autocast would change nothing.
-        precision = torch.autocast("cpu", torch.get_autocast_dtype("cuda"))
+    # The fake tensors are on the CPU, where the caller's autocast would change nothing.
+    casts = fake_model.as_on_cuda and torch.is_autocast_enabled("cuda")
+    precision: Any = torch.autocast("cpu", torch.get_autocast_dtype("cuda")) if casts else contextlib.nullcontext()
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         module = block_of(block)
@@ -373,15 +365,12 @@ def _simulate(
 def _named_linear(meter: Meter, blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Tell a meter which Linear module of a block runs."""
 
-    def begin(name: str, module: torch.nn.Module, args: Any) -> None:
+    def runs(name: str, *of_hook: Any) -> None:
         meter.linear = name
-
-    def end(module: torch.nn.Module, args: Any, output: Any) -> None:
-        meter.linear = ""
 
     with contextlib.ExitStack() as stack:
         for name, module in (named for block in blocks for named in block.named_modules()):
             if linear.calls_one_product(module):  # others cannot be saved
-                stack.enter_context(module.register_forward_pre_hook(functools.partial(begin, name)))
-                stack.enter_context(module.register_forward_hook(end))
+                stack.enter_context(module.register_forward_pre_hook(functools.partial(runs, name)))
+                stack.enter_context(module.register_forward_hook(functools.partial(runs, "")))
         yield
