@@ -14,7 +14,6 @@ import random
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -193,7 +192,8 @@ def test_a_published_model(name: str, lora: int) -> None:
         names = {block: block for block in forecast.blocks}
         found = MeasuredForecast(measured(forecast, least), names, 0, False)  # type: ignore[arg-type]
         planner, latest = Planner(fastac.Auto(limit)), None
-        forward: Any = SimpleNamespace(key=(name, False), enabled=Mock(), subject=name)
+        enabled = SimpleNamespace(saves_linear=lambda: True, model=torch.nn.Linear(1, 1))
+        forward: Any = SimpleNamespace(key=(name, False), enabled=enabled, subject=name)
         planner._limit, planner._host, planner._rate = limit, host, 25e9
         relative, peaks = [], []
         for _ in range(3):
