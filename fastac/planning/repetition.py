@@ -113,10 +113,13 @@ def series_of(
 ) -> dict[str, Series]:
     """Name of a block -> its series. Blocks that are alike follow each other, and no other module has their weights."""
     uses: Counter[torch.Tensor] = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-    likeness = {name: (name in checkpointed, _likeness(block, name, uses)) for name, block in blocks.items()}
+
+    def likeness(name: str) -> Any:
+        return name in checkpointed, _likeness(blocks[name], name, uses)
+
     # The last block is left out: it always runs. Backward sums up the gradients of an input of all blocks, and autograd
     # adds the second gradient in another way than those after it, to which it has a sum of its own.
-    groups = ([*names][:-1] for _, names in itertools.groupby(blocks, likeness.__getitem__))
+    groups = ([*names][:-1] for _, names in itertools.groupby(blocks, likeness))
     all_series = [Series(names) for names in groups if len(names) >= SHORTEST]
     return {name: series for series in all_series for name in series.names}
 
