@@ -193,7 +193,8 @@ def test_a_published_model(name: str, lora: int) -> None:
         found = MeasuredForecast(measured(forecast, least), names, 0, False)  # type: ignore[arg-type]
         planner, latest = Planner(fastac.Auto(limit)), None
         enabled = SimpleNamespace(saves_linear=lambda: True, model=torch.nn.Linear(1, 1))
-        forward: Any = SimpleNamespace(key=(name, False), enabled=enabled, subject=name)
+        forward: Any = SimpleNamespace(key=(name, False), enabled=enabled)
+        planner._words[name, False] = name
         planner._limit, planner._host, planner._rate = limit, host, 25e9
         relative, peaks = [], []
         for _ in range(3):

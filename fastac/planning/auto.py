@@ -226,6 +226,7 @@ class Planner:
         # By signature. And by key: the latest choice.
         self._forecasts: dict[Any, MeasuredForecast] = {}
         self._choices: dict[tuple[Any, bool], Choice] = {}
+        self._words: dict[tuple[Any, bool], str] = {}
         # What a step may use, the same on all ranks: bytes of the device without the reserve, 0 before the first
         # forward; bytes of the host, and bytes per second of its bus.
         self._limit, self._host, self._rate = 0, 0, 0.0
@@ -277,6 +278,7 @@ class Planner:
         compares = bool(rank()) and self._forwards <= COMPARED
         if choice is not None and choice.turn >= TURNS and not compares:
             return choice
+        self._words.setdefault(key, forward.subject)
         memory = device_memory.memory_of(forward.device)
         forward.taken = device_memory.counted(forward.enabled.model) if memory is None else memory.allocated
         headroom = self._limit - forward.taken - (0 if choice is None else choice.excess)
@@ -314,7 +316,7 @@ class Planner:
         careful = forecast if latest else measured.of_step(has_gradients=forward.key[1], is_first=True)
         found = places.choose(careful, room, linear=forward.enabled.saves_linear())
         if found is None:
-            said = f'policy "auto", {forward.subject}: {places.missing(forecast, room)}'
+            said = f'policy "auto", {self._words[forward.key]}: {places.missing(forecast, room)}'
             kinds.warn_once(forward.enabled.model, f"auto {forward.key}", said)
         policies: Any = found or places.least(forecast, room)
         turn = 0 if latest is None else latest.turn + 1
@@ -332,7 +334,7 @@ class Planner:
         return Choice(
             policies,
             f"{summary(policies.values())}; {figures.relative:.3f} of the FLOPs of full; {planned} planned",
-            forward.subject,
+            self._words[forward.key],
             turn=turn,
             peak=figures.peak_bytes,
             flops=figures.flops,
@@ -396,7 +398,7 @@ class Planner:
             self._shortages, self._enough_since, self._changes = self._shortages - 1, self._forwards, -1
         changes, self._changes = self._changes, process.memory_changes
         if changes != self._changes:
-            for choice in self._choices.values():
+            for choice in (choice for choice in self._choices.values() if choice.peak):
                 choice.turn, choice.was_seen, choice.is_over, choice.best = 1, True, True, None
 
     def _note_measured(self, forward: _RunningForward) -> None:
@@ -407,7 +409,8 @@ class Planner:
             self._forecasts[forward.key[0]] = MeasuredForecast(measurement, names, forward.taken, forward.key[1])
         else:
             why = 'no plan, so policy "attn_only": the model checkpoints functions that are no modules'
-            self._choices[forward.key] = Choice(Policy("attn_only"), why, forward.subject, turn=TURNS)
+            for key in ((forward.key[0], False), (forward.key[0], True)):
+                self._choices[key] = Choice(Policy("attn_only"), why, self._words[forward.key], turn=TURNS)
 
     def _note_peak(self, forward: _RunningForward) -> None:
         """Note how far a step was from what was expected."""

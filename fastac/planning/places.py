@@ -66,14 +66,15 @@ def filled(listed: Sequence[Output], fits: Fits, taken: Sequence[Output] = ()) -
     return chosen
 
 
-def within(forecast: Forecast, limit: int, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
+def within(
+    forecast: Forecast, limit: int, linear: bool = True, offload: bool = False, warns: bool = True
+) -> dict[str, Policy]:
     """The policies of all blocks that avoid the most recompute with `limit` bytes of saved outputs.
 
-    Collectives of context parallelism count first. If they exceed the limit by themselves, they are issued again. A
-    warning says if nothing is saved.
+    Collectives of context parallelism count first. If they exceed the limit by themselves, they are issued again.
 
     linear: whether outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait in
-    host memory.
+    host memory. warns: a warning says if nothing is saved.
     """
     step, listed = forecast.full, forecast.ranked(linear)
     collectives = "save" if step.saved_bytes(forecast.saving(())) <= limit else "recompute"
@@ -84,7 +85,7 @@ def within(forecast: Forecast, limit: int, linear: bool = True, offload: bool = 
     chosen = forecast.saving(filled(listed, lambda chosen: size(chosen) <= limit), collectives)
     choices = [chosen, *map(forecast.policies, ("attn_only", "long_attn_only"))]
     best = min((choice for choice in choices if step.saved_bytes(choice) <= limit), key=step.recomputed)
-    if not any(policy.is_selective for policy in best.values()):
+    if warns and not any(policy.is_selective for policy in best.values()):
         # Attention over fewer keys than the most is saved only together with the longest.
         least = min((size([out]) for out in listed), default=None)
         why = "no output of a block can be saved" if least is None else f"the smallest output takes {least} bytes"
@@ -97,8 +98,7 @@ def choose(forecast: Forecast, room: Room, *, linear: bool = True, waits: bool =
 
     Args:
         linear: whether outputs of Linear modules may be saved.
-        waits: if nothing fits otherwise, copies to the host may take longer than the computation beside them, and a
-            warning says so.
+        waits: if nothing fits otherwise, copies to the host may take longer than the computation beside them.
     """
     # Without checkpointing nothing is run again either, and nothing has to be stored and put back. It holds more than
     # all outputs that could be saved.
@@ -108,12 +108,6 @@ def choose(forecast: Forecast, room: Room, *, linear: bool = True, waits: bool =
     if found is None and waits and room.bytes_per_flop < math.inf:
         # Slow is better than out of memory.
         found = _Places(forecast, dataclasses.replace(room, bytes_per_flop=math.inf), linear).best()
-        if found is not None:
-            logger.warning(
-                "plan: nothing fits without copies to the host that need %.1f times the rate of the bus: the device "
-                "will wait for them",
-                forecast.full.bytes_per_flop(found) / room.bytes_per_flop,
-            )
     return found
 
 
@@ -177,6 +171,16 @@ class _Places:
         for leaves in (True, False):  # what leaves makes room for what stays
             chosen = choose([out for out in self.listed if (out.block in leaving) == leaves], fits, chosen)
         return self.forecast.saving(chosen, leaving=number)
+
+
+def warn_of_waiting(forecast: Forecast, room: Room, policies: Policies) -> None:
+    """Warn if copies to the host take longer than the computation beside them."""
+    if (rate := forecast.full.bytes_per_flop(policies)) > room.bytes_per_flop:
+        logger.warning(
+            "plan: nothing fits without copies to the host that need %.1f times the rate of the bus: the device will "
+            "wait for them",
+            rate / room.bytes_per_flop,
+        )
 
 
 def least(forecast: Forecast, room: Room) -> dict[str, Policy]:

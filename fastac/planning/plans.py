@@ -125,6 +125,7 @@ class Plan:
         if chosen is None:
             missing = places.missing(self.forecast, room)
             raise FastacError(f"plan.within(memory={memory!r}, host={host!r}): no policy fits. {missing}")
+        places.warn_of_waiting(self.forecast, room, chosen)
         return chosen
 
     def room(self, memory: int, host: int | None = None, gbps: float | None = None) -> Room:

@@ -101,6 +101,7 @@ def plan_video(
         names = [*ROWS, *chosen]
         if memory is not None and (best := places.choose(forecast, planned.room(memory))) is not None:
             chosen[AUTO] = best
+            places.warn_of_waiting(forecast, planned.room(memory), best)
         rows = planned.policies + tuple(forecast.figures(blocks, name) for name, blocks in chosen.items())
     largest = {} if memory is None else search.longest(names, memory)
     return dataclasses.replace(planned, policies=rows, blocks=[{}, *chosen.values()][-1], largest=largest)
@@ -210,7 +211,7 @@ class _Search:
         frames = self._split(frames)
         try:
             forecast = self.forecast(frames)
-            policy = ROWS.get(name) or places.within(forecast, self.budget or 0, offload=self.offload)
+            policy = ROWS.get(name) or places.within(forecast, self.budget or 0, offload=self.offload, warns=False)
             return forecast.peak(policy) <= memory
         except (FastacError, *BREAKS):
             return frames < self.video.frames  # it is too short, and else too long
@@ -218,7 +219,7 @@ class _Search:
     def _split(self, frames: int) -> int:
         """The most frames up to so many that the model's patches divide, and ranks; 0 for none."""
         for length in range(frames - (frames - self.video.frames) % self.step, 0, -self.step):
-            with contextlib.suppress(FastacError):
+            with contextlib.suppress(FastacError, *BREAKS):
                 self._part(length)
                 return length
         return 0
