@@ -46,7 +46,7 @@ LITTLE = 0.01
 """A step may take so much more than the limit, by a share of it: that is a part of the reserve."""
 
 TURNS = 4
-"""After the first choice for inputs of one signature, so many others at most: then one that was seen to fit stays."""
+"""So many choices at most follow the first one for inputs of one signature. Then one that was seen to fit stays."""
 
 SIGNATURES = 32
 """So many signatures of inputs are measured. After that, inputs of other shapes have the policies of the next larger
@@ -177,8 +177,8 @@ _NOTHING_TRAINS = Choice(Policy("attn_only"), "nothing: no weight is trained and
 
 
 @dataclasses.dataclass(eq=False)
-class _RunningForward:
-    """A forward of a step."""
+class _OpenForward:
+    """A forward whose backward has not ended."""
 
     # The model and its blocks.
     enabled: Any
@@ -231,7 +231,7 @@ class Planner:
         # forward; bytes of the host, and bytes per second of its bus.
         self._limit, self._host, self._rate = 0, 0, 0.0
         # Forwards whose backward has not ended, as far as is known; and how many may belong to one backward.
-        self._running: list[_RunningForward] = []
+        self._running: list[_OpenForward] = []
         self._together: Counter[Any] = Counter()
         # How many forwards there were, and choices.
         self._forwards = self._decisions = 0
@@ -259,7 +259,7 @@ class Planner:
         if weight is not None or any(requiring):
             shapes = *signature(args, kwargs), model.training, tuple(autocast_state()), requiring
             key = shapes, weight is not None and weight.grad is not None
-            choice = self._choice(_RunningForward(enabled, Arguments(args, kwargs), key))
+            choice = self._choice(_OpenForward(enabled, Arguments(args, kwargs), key))
         if choice is self.latest:
             return None
         if self.latest is None or choice.policies != self.latest.policies:
@@ -267,7 +267,7 @@ class Planner:
         self.latest = choice
         return choice
 
-    def _choice(self, forward: _RunningForward) -> Choice:
+    def _choice(self, forward: _OpenForward) -> Choice:
         """The choice for a forward in which something is trained."""
         self._forwards += 1
         if not self._limit:
@@ -294,7 +294,7 @@ class Planner:
             self._begin(forward, choice)  # fastac.verify holds results of other steps meanwhile
         return choice
 
-    def _least(self, forward: _RunningForward) -> Choice:
+    def _least(self, forward: _OpenForward) -> Choice:
         """What holds least, in a step that is measured."""
         # No choice has a min_kv of 1: regions of this step are of kinds of their own.
         policy = Policy("attn_only", min_kv=1, linear=("*",) if forward.enabled.saves_linear() else ())
@@ -302,9 +302,7 @@ class Planner:
             policy = dataclasses.replace(policy, offload="inputs", keep=1)
         return Choice(policy, "this first step saves nothing, and is measured", is_measured=True)
 
-    def _chosen(
-        self, forward: _RunningForward, measured: MeasuredForecast, latest: Choice | None, memory: int
-    ) -> Choice:
+    def _chosen(self, forward: _OpenForward, measured: MeasuredForecast, latest: Choice | None, memory: int) -> Choice:
         """The choice for a memory, as a timeline counts it."""
         forecast = measured.of_step(has_gradients=forward.key[1])
         memory -= int(self._limit * SHORTAGE * self._shortages)
@@ -342,7 +340,7 @@ class Planner:
             best=best,
         )
 
-    def _begin(self, forward: _RunningForward, choice: Choice) -> None:
+    def _begin(self, forward: _OpenForward, choice: Choice) -> None:
         """A step begins: look at what it takes, until its choice is known to be right."""
         forward.choice = choice
         forward.measurement = MeasuredStep(forward.device, forward.gradients, self._limit, len(forward.enabled.blocks))
@@ -375,7 +373,7 @@ class Planner:
         self._changes = -1
         logger.info('policy "auto": memory ran out, so the next choices take a tenth less')
 
-    def _learn(self, forward: _RunningForward) -> None:
+    def _learn(self, forward: _OpenForward) -> None:
         """Take into account what happened since the latest forward."""
         if process.ran_out and (own := process.ran_out.intersection(forward.enabled.model.modules())):
             process.ran_out.difference_update(own)
@@ -398,10 +396,10 @@ class Planner:
             self._shortages, self._enough_since, self._changes = self._shortages - 1, self._forwards, -1
         changes, self._changes = self._changes, process.memory_changes
         if changes != self._changes:
-            for choice in (choice for choice in self._choices.values() if choice.peak):
+            for choice in filter(lambda choice: choice.peak, self._choices.values()):  # the others are no plans
                 choice.turn, choice.was_seen, choice.is_over, choice.best = 1, True, True, None
 
-    def _note_measured(self, forward: _RunningForward) -> None:
+    def _note_measured(self, forward: _OpenForward) -> None:
         measurement = forward.measurement
         names: dict[Any, str] = {module: name for name, module in forward.enabled.model.named_modules()}
         names |= {block: name for name, block in forward.enabled.blocks.items()}
@@ -412,7 +410,7 @@ class Planner:
             for key in ((forward.key[0], False), (forward.key[0], True)):
                 self._choices[key] = Choice(Policy("attn_only"), why, self._words[forward.key], turn=TURNS)
 
-    def _note_peak(self, forward: _RunningForward) -> None:
+    def _note_peak(self, forward: _OpenForward) -> None:
         """Note how far a step was from what was expected."""
         choice, step = forward.choice, forward.measurement
         choice.was_seen = True
@@ -433,7 +431,7 @@ class Planner:
         larger = [known for known in alike if kinds.elements_in(known) >= kinds.elements_in(shapes)]
         return min(larger, key=kinds.elements_in, default=shapes), has_gradients
 
-    def _look(self, forward: _RunningForward) -> None:
+    def _look(self, forward: _OpenForward) -> None:
         """Find what a step may use: the least of all ranks. Raises NothingFitsError if one cannot train the model."""
         auto, memory = self.auto, device_memory.memory_of(forward.device)
         if memory is None and auto.memory is None:

@@ -53,9 +53,9 @@ class MeasuredForecast(Forecast):
         self._find_flops()
 
     def of_step(self, *, has_gradients: bool, is_first: bool = False) -> MeasuredForecast:
-        """The same, of a step that begins beside gradients, or of the first that is chosen.
+        """The same, of a step that begins beside gradients, or for the first choice.
 
-        Then what backward holds is known for the moments alone at which somebody looked.
+        For the first choice, what backward holds counts only at the moments at which the allocator was read.
         """
         forecast = copy.copy(self)
         forecast._steps, forecast._is_careful = {}, is_first

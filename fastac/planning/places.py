@@ -1,7 +1,7 @@
 """The best policies of all blocks for a number of bytes, or for the memories of device and host.
 
-Outputs that blocks could save stand in one list: first those that avoid the most FLOPs of recompute for a byte. What is
-chosen is the longest beginning of the list that fits, and behind it what is small enough for the rest.
+Outputs that blocks could save stand in one list. Outputs that avoid the most FLOPs of recompute for a byte stand first.
+A choice has the longest beginning of the list that fits, and from behind it the outputs that fit into the rest.
 
 There are three places for an output: it is made again, stays on the device, or waits on the host. The first blocks of a
 model wait on the host: backward needs them last, so their copies free memory for the longest time. So a choice is a

@@ -190,7 +190,7 @@ def _with_names(item: Any, regions: Mapping[str, str]) -> Any:
 
 
 def without_order(items: Sequence[Any]) -> list[Any]:
-    """Events, with those that release together in one order: autocast drops what it has cast in any order."""
+    """The events, with each run of releases in one order: autocast drops what it has cast in any order."""
     runs = itertools.groupby(items, lambda item: item.bytes < 0)
     return [item for is_release, run in runs for item in (sorted(run, key=repr) if is_release else run)]
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from fastac.diagnosis.autograd_graph import tensors_of
 from fastac.engine import linear, torch_private
 from fastac.engine.beginning import generators_preserved
 from fastac.engine.blocks import block_of, describe
@@ -293,7 +294,7 @@ def _simulate(
     torch.clear_autocast_cache()  # of weights that an earlier simulation has cast
     names = {module: name for name, module in (*fake_model.model.named_modules(), *fake_model.blocks.items())}
     blocks_before = set(fake_model.blocks)
-    inputs = [leaf for leaf in tree_leaves((fake_model.args, fake_model.kwargs)) if isinstance(leaf, torch.Tensor)]
+    inputs = tensors_of((fake_model.args, fake_model.kwargs))
     meter = Meter([*fake_model.model.parameters(), *fake_model.model.buffers(), *inputs], fake_model, split)
     calls: Counter[str] = Counter()
     on_device = OneKernel if fake_model.as_on_cuda else contextlib.nullcontext
@@ -334,7 +335,7 @@ def _simulate(
             outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
         else:
             outputs = run(*args, **kwargs)
-        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+        if not any(tensor.requires_grad for tensor in tensors_of(outputs)):
             # The block is frozen, as is everything before it: backward needs nothing from it, so nothing is saved.
             for candidate in meter.candidates[region]:
                 candidate.name, candidate.keys = "", 0
@@ -347,8 +348,8 @@ def _simulate(
         tensor.grad = None
     with fake_model.known.mode, fake_model.known.readable(), _named_linear(meter, fake_model.blocks.values()), meter:
         with on_device(), precision:
-            leaves = tree_leaves(fake_model.model(*fake_model.args, **fake_model.kwargs))
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            leaves = tensors_of(fake_model.model(*fake_model.args, **fake_model.kwargs))
+        outputs = [leaf for leaf in leaves if leaf.requires_grad]
         del leaves  # a training step holds none of the other outputs
         if not outputs:
             raise FastacError("plan: no output of the model requires grad. Train some weights, with grad enabled.")

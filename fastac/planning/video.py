@@ -99,9 +99,10 @@ def plan_video(
             name = WITHIN + readable_bytes(budget) + ", offload" * offload
             chosen[name] = places.within(forecast, budget, True, offload)
         names = [*ROWS, *chosen]
-        if memory is not None and (best := places.choose(forecast, planned.room(memory))) is not None:
+        room = planned.room(memory or 0)
+        if memory is not None and (best := places.choose(forecast, room)) is not None:
             chosen[AUTO] = best
-            places.warn_of_waiting(forecast, planned.room(memory), best)
+            places.warn_of_waiting(forecast, room, best)
         rows = planned.policies + tuple(forecast.figures(blocks, name) for name, blocks in chosen.items())
     largest = {} if memory is None else search.longest(names, memory)
     return dataclasses.replace(planned, policies=rows, blocks=[{}, *chosen.values()][-1], largest=largest)
